@@ -10,26 +10,29 @@ from ddp_tutorial.benches.scaling import FOUR_RANK_ARMS, two_rank_arms
 def measured(unit: str = "samples/s") -> dict[str, object]:
     names = {row.arm for table in published.TABLES.values() for row in table.rows}
     names |= {row.baseline for table in published.TABLES.values() for row in table.rows}
-    return report("fake", {name: [90.0, 100.0, 110.0] for name in names} | {"two_ranks": [160.0] * 3}, unit, {})
+    return report(
+        "fake", {name: [90.0, 100.0, 110.0] for name in names} | {"two_ranks": [144.0, 160.0, 176.0]}, unit, {}
+    )
 
 
 def test_a_table_contains_speedup_efficiency_and_published_values(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(published, "run_bench", lambda name, repeats: measured())
     lines = published.as_markdown(published.reproduce("scaling", 5)).splitlines()
     assert lines[0] == (
-        "| configuration | ranks | median (samples/s) | lowest to highest | speedup | efficiency "
+        "| configuration | ranks | steps | time (s) | median (samples/s) | lowest to highest | speedup | efficiency "
         "| published speedup | published efficiency |"
     )
-    assert "| two ranks | 2 | 160 | 160 to 160 | 1.60 | 80% | 1.56 | 78% |" in lines
-    assert "| two independent processes | 2 | 100 | 90 to 110 | 1.00 | 50% |  |  |" in lines
+    assert "| two ranks | 2 | 64 | 25.6 | 160 | 144 to 176 | 1.60 | 80% | 1.56 | 78% |" in lines
+    assert "| two ranks, twice the batch | 2 | 32 | 41.0 | 100 " in "\n".join(lines)
+    assert "| two independent processes | 2 | 64 | 41.0 | 100 | 90 to 110 | 1.00 | 50% |  |  |" in lines
 
 
 def test_a_shorter_time_is_a_speedup(monkeypatch: pytest.MonkeyPatch) -> None:
     found = measured("s")
-    found["arms"]["async_stall"]["median"] = 25.0
+    found["arms"]["async_stall"]["values"] = [22.5, 25.0, 27.5]
     monkeypatch.setattr(published, "run_bench", lambda name, repeats: found)
     table = published.as_markdown(published.reproduce("checkpoint", 5))
-    assert "| stall of a background save | 1 | 25 | 90 to 110 | 4.00 |" in table
+    assert "| stall of a background save | 1 | 100 | 90 to 110 | 4.00 |" in table
     assert "efficiency" not in table
 
 

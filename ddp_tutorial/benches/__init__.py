@@ -70,6 +70,7 @@ def report(
                 "high": max(values),
                 "unit": units if isinstance(units, str) else units[arm],
                 "repeats": len(values),
+                "values": values,
             }
             for arm, values in samples.items()
         },

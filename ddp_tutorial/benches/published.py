@@ -6,6 +6,7 @@ within the timed region. The benchmarks here do equal work in every arm. So comp
 second.
 """
 
+import statistics
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,8 +22,9 @@ class Row:
         arm: The arm of the benchmark.
         ranks: The number of ranks.
         baseline: The arm that the speedup refers to.
-        scale: The number of ranks divided by the baseline's, or None in a table that does not scale ranks.
         published: The published speedup over the published baseline, if there is one.
+        scale: The number of ranks divided by the baseline's, or None in a table that does not scale ranks.
+        batch: The global batch size, in a table that does equal work.
     """
 
     label: str
@@ -31,14 +33,22 @@ class Row:
     baseline: str
     published: float | None = None
     scale: int | None = None
+    batch: int = 64
 
 
 @dataclass(frozen=True)
 class Table:
-    """A table and the benchmark that measures it."""
+    """A table and the benchmark that measures it.
+
+    Attributes:
+        bench: The name of the benchmark.
+        rows: The rows.
+        samples: The number of samples for which the table reports steps and time, or None if it does not.
+    """
 
     bench: str
     rows: tuple[Row, ...]
+    samples: int | None = None
 
 
 _SINGLE, _DISPATCHED, _SHARDED, _FOUR = 1804, 2224, 2818, 5262  # published, in samples/s
@@ -51,9 +61,10 @@ TABLES = {
             Row("one process", "one_thread", 1, "one_thread", 1.0, 1),
             Row("two ranks", "two_ranks", 2, "one_thread", _SHARDED / _SINGLE, 2),
             Row("two independent processes", "independent", 2, "one_thread", scale=2),
-            Row("two ranks, twice the batch", "two_ranks_weak", 2, "one_thread", scale=2),
+            Row("two ranks, twice the batch", "two_ranks_weak", 2, "one_thread", scale=2, batch=128),
             Row("four ranks", "four_ranks", 4, "one_thread_of_four", _FOUR / _SINGLE, 4),
         ),
+        samples=4096,
     ),
     "data": Table(
         "sources",
@@ -64,7 +75,7 @@ TABLES = {
             Row("fast_stream", "fast_stream", 2, "sharded", _FAST_ITERABLE / _SHARDED),
         ),
     ),
-    "accumulation": Table("accumulation", tuple(Row(f"{k} micro-batches", f"k{k}", 2, "k1") for k in (1, 2, 4, 8))),
+    "accumulation": Table("accumulation", tuple(Row(f"accumulation={k}", f"k{k}", 2, "k1") for k in (1, 2, 4, 8))),
     "checkpoint": Table(
         "checkpoint",
         (
@@ -87,16 +98,19 @@ def reproduce(name: str, repeats: int) -> dict[str, Any]:
     if name not in TABLES:
         raise ConfigError(f"no table is called {name!r}.{did_you_mean(name, list(TABLES))}")
     found = run_bench(TABLES[name].bench, repeats)
-    return found | {"rows": [_measured(row, found["arms"]) for row in TABLES[name].rows]}
+    return found | {"rows": [_measured(row, found["arms"], TABLES[name].samples) for row in TABLES[name].rows]}
 
 
-def _measured(row: Row, arms: dict[str, Any]) -> dict[str, Any]:
+def _measured(row: Row, arms: dict[str, Any], samples: int | None) -> dict[str, Any]:
     arm, baseline = arms[row.arm], arms[row.baseline]
-    ratio = arm["median"] / baseline["median"]
+    # The arms alternate, so background load affects both values of a repeat, but not their ratio.
+    ratio = statistics.median(a / b for a, b in zip(arm["values"], baseline["values"], strict=True))
     speedup = 1 / ratio if arm["unit"] == "s" else ratio
     return {
         "configuration": row.label,
         "ranks": row.ranks,
+        "steps": samples and samples // row.batch,
+        "seconds": samples and samples / arm["median"],
         "unit": arm["unit"],
         "median": arm["median"],
         "low": arm["low"],
@@ -114,6 +128,8 @@ def as_markdown(result: dict[str, Any]) -> str:
     columns = {
         "configuration": [row["configuration"] for row in rows],
         "ranks": [str(row["ranks"]) for row in rows],
+        **({"steps": [str(row["steps"]) for row in rows]} if rows[0]["steps"] else {}),
+        **({"time (s)": [f"{row['seconds']:.1f}" for row in rows]} if rows[0]["steps"] else {}),
         f"median ({rows[0]['unit']})": [f"{row['median']:,.4g}" for row in rows],
         "lowest to highest": [f"{row['low']:,.4g} to {row['high']:,.4g}" for row in rows],
     }
@@ -125,4 +141,5 @@ def as_markdown(result: dict[str, Any]) -> str:
     lines = [list(columns), ["---"] * len(columns), *zip(*columns.values(), strict=True)]
     table = "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
     repeats = next(iter(result["arms"].values()))["repeats"]
-    return f"{table}\n\nMedian of {repeats} repeats; {result['environment'].get('cores', '?')} cores."
+    note = "A speedup is the median of the ratios in the repeats."
+    return f"{table}\n\nMedian of {repeats} repeats; {result['environment'].get('cores', '?')} cores. {note}"
