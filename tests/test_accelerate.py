@@ -2,6 +2,7 @@
 
 import importlib.util
 import os
+from itertools import zip_longest
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -9,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.utils.data import TensorDataset
+from torch.utils.data import BatchSampler, DataLoader, SequentialSampler, TensorDataset
 
 from commands import call
 from ddp_tutorial import TrainConfig, Trainer, World, launch, make_source
@@ -18,9 +19,12 @@ from ddp_tutorial.accumulation.precision import Precision
 from ddp_tutorial.checkpoint import read_manifest
 from ddp_tutorial.collectives import digest
 from ddp_tutorial.config import ConfigError
+from ddp_tutorial.sharding.config import SourceConfig
+from ddp_tutorial.sharding.permutation import GlobalBatchSampler, Permutation, shard_indices
 from ddp_tutorial.training.config import TaskConfig
 from ddp_tutorial.training.plan import memory, step_bytes_sent
 from ddp_tutorial.training.strategies import make_strategy
+from ddp_tutorial.training.tasks import with_batch_size
 from ranks import error_of
 
 needs_accelerate = pytest.mark.skipif(
@@ -216,6 +220,127 @@ def test_an_incompatible_accelerate_setup_is_rejected(found: tuple[Any, ...], sa
     )
     with pytest.raises(ConfigError, match=said):
         accelerate_strategy._require_fit(state, World(1, 2, 1, 2))
+
+
+@needs_accelerate
+@pytest.mark.parametrize(
+    ("variable", "value", "said"),
+    [
+        ("MIXED_PRECISION", "bf16", r"--mixed_precision of accelerate launch, got 'bf16'.* precision\.dtype"),
+        ("MIXED_PRECISION", "fp8", r"got 'fp8'"),
+        ("GRADIENT_ACCUMULATION_STEPS", "4", "--gradient_accumulation_steps .* set accumulation"),
+        ("DYNAMO_BACKEND", "INDUCTOR", "--dynamo_backend .* compile=true with strategy=ddp"),
+    ],
+)
+def test_options_of_accelerate_launch_that_contradict_the_config_are_refused(
+    monkeypatch: pytest.MonkeyPatch, variable: str, value: str, said: str
+) -> None:
+    monkeypatch.setenv(f"ACCELERATE_{variable}", value)
+    with pytest.raises(ConfigError, match=said):
+        accelerate_strategy.AccelerateStrategy(nn.Linear(1, 1), World(), loss_of)
+    for same in ("no", "NO", "1"):
+        monkeypatch.setenv(f"ACCELERATE_{variable}", same)
+        accelerate_strategy._require_launch_options("fp32", 1)
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "bf16")
+    accelerate_strategy._require_launch_options("bf16", 1)
+
+
+# ------------------------------------------------------------------------------------ options of the data loader
+
+SAMPLES, BATCH = 22, 8
+
+
+def steps_of_accelerate(rank: int, **options: Any) -> list[list[int]]:
+    """Return the samples of each step of an epoch on one of two ranks, without shuffling."""
+    from accelerate.data_loader import BatchSamplerShard
+
+    batch = BATCH if options["split_batches"] else BATCH // 2
+    sampler = BatchSampler(SequentialSampler(range(SAMPLES)), batch, drop_last=False)
+    return list(BatchSamplerShard(sampler, 2, rank, **options))
+
+
+def steps_of_ours(rank: int, remainder: str) -> list[list[int]]:
+    source = GlobalBatchSampler(Permutation(SAMPLES, None), BATCH, remainder, pad_to=2)
+    return [shard_indices(indices, rank, 2).tolist() for indices in source.epoch(0)]
+
+
+def together(*ranks: list[list[int]]) -> list[list[int]]:
+    """Return the samples of each step on all ranks."""
+    return [sorted(one + other) for one, other in zip_longest(*ranks, fillvalue=[])]
+
+
+@needs_accelerate
+@pytest.mark.parametrize("split", [True, False])
+def test_a_step_has_the_samples_of_accelerate_with_and_without_split_batches(split: bool) -> None:
+    uneven = together(*(steps_of_accelerate(rank, split_batches=split, even_batches=False) for rank in (0, 1)))
+    even = together(*(steps_of_accelerate(rank, split_batches=split, even_batches=True) for rank in (0, 1)))
+    exact, padded = (together(*(steps_of_ours(rank, kind) for rank in (0, 1))) for kind in ("exact", "pad"))
+    assert exact == uneven
+    assert exact[:2] == padded[:2] == even[:2]
+    assert sorted(even[-1]) == sorted([*range(16, SAMPLES), 0, 1])  # Accelerate fills the batch
+    assert padded[-1] == [*range(16, SAMPLES)]  # 3 samples on each rank need no padding
+    lengths = [len(steps_of_ours(rank, "exact")[-1]) for rank in (0, 1)]
+    assert lengths == [3, 3]
+    assert len(steps_of_accelerate(1, split_batches=split, even_batches=False)[-1]) == 2  # and rank 0 has 4
+
+
+def test_split_batches_is_the_global_batch_size_and_otherwise_that_of_a_rank() -> None:
+    config = with_batch_size(TaskConfig(per_device_train_batch_size=4), 2)
+    assert config.batch_size == BATCH
+
+
+@needs_accelerate
+def test_the_order_depends_on_the_seed_and_the_epoch_as_with_use_seedable_sampler() -> None:
+    from accelerate.data_loader import SeedableRandomSampler
+
+    def accelerates(seed: int, epoch: int) -> list[int]:
+        sampler = SeedableRandomSampler(range(SAMPLES), data_seed=seed)
+        sampler.set_epoch(epoch)
+        return list(sampler)
+
+    def ours(seed: int, epoch: int) -> list[int]:
+        return Permutation(SAMPLES, seed).take(epoch * SAMPLES, SAMPLES).tolist()
+
+    for order in (accelerates, ours):
+        assert order(1, 0) == order(1, 0)
+        assert sorted(order(1, 0)) == list(range(SAMPLES))
+        assert len({tuple(order(seed, epoch)) for seed in (1, 5) for epoch in (0, 1)}) == 4
+    assert accelerates(1, 1) == accelerates(2, 0)  # seed + epoch: the second epoch repeats the first of the next seed
+    assert ours(1, 1) != ours(2, 0)
+
+
+class Counted(TensorDataset):
+    """A dataset that counts the samples that this rank reads."""
+
+    reads = 0
+
+    def __getitem__(self, index: int) -> Any:
+        self.reads += 1
+        return super().__getitem__(index)
+
+
+def dispatched(world: World) -> tuple[list[Any], list[Any]]:
+    """Return the number of samples that a rank reads and those of its first step, with Accelerate and with ours."""
+    from accelerate import PartialState
+    from accelerate.data_loader import prepare_data_loader
+
+    with accelerate_strategy._environment_of(world):
+        PartialState(cpu=True)
+    theirs, ours = Counted(torch.arange(16)), Counted(torch.arange(16))
+    loader = DataLoader(theirs, batch_size=8)
+    options = {"split_batches": True, "dispatch_batches": True, "put_on_device": True}
+    [batch], *_ = prepare_data_loader(loader, world.device, 2, world.rank, **options)
+    source = make_source(ours, 8, world, seed=None, config=SourceConfig(kind="dispatched", prefetch=1))
+    [own] = next(source).samples
+    source.close()
+    return [theirs.reads > 0, sorted(batch.tolist())], [ours.reads > 0, sorted(own.tolist())]
+
+
+@needs_accelerate
+def test_only_rank_zero_reads_with_dispatch_batches_and_with_source_dispatched() -> None:
+    (theirs, ours), (theirs_of_1, ours_of_1) = launch(dispatched, 2, device="cpu", threads=1, echo=False)
+    assert [theirs[0], theirs_of_1[0]] == [ours[0], ours_of_1[0]] == [True, False]
+    assert sorted(theirs[1] + theirs_of_1[1]) == sorted(ours[1] + ours_of_1[1]) == list(range(8))
 
 
 def test_ranks_that_share_a_gpu_are_rejected() -> None:

@@ -60,6 +60,8 @@ class AccelerateStrategy(ReplicatedStrategy):
     ) -> None:
         """Wrap the model, and give all ranks rank 0's weights."""
         require_accelerate()
+        precision = precision or Precision(world=world)
+        _require_launch_options(precision.config.dtype, accumulation)
         from accelerate import Accelerator
         from accelerate.utils import DistributedDataParallelKwargs
 
@@ -113,6 +115,22 @@ class AccelerateStrategy(ReplicatedStrategy):
                     self.accelerator.backward(part)
         with phase("finish"):
             return self.loss.finish(each for each in self.module.parameters() if each.requires_grad)
+
+
+def _require_launch_options(dtype: str, accumulation: int) -> None:
+    """Raise `ConfigError` if `accelerate launch` was given an option that contradicts the config."""
+    for variable, used, instead in (
+        ("ACCELERATE_MIXED_PRECISION", {"no" if dtype == "fp32" else dtype}, "set precision.dtype (fp32, bf16, fp16)"),
+        ("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", {str(accumulation)}, "set accumulation"),
+        ("ACCELERATE_DYNAMO_BACKEND", set(), "set compile=true with strategy=ddp"),
+    ):
+        value = os.environ.get(variable, "no").lower()
+        if value not in {"no", "1", *used}:
+            option = variable.removeprefix("ACCELERATE_").lower()
+            raise ConfigError(
+                f"strategy accelerate does not use --{option} of accelerate launch, got {value!r}: leave the option "
+                f"out, and {instead}"
+            )
 
 
 @contextmanager
