@@ -2,23 +2,31 @@
 
 import gc
 import shutil
+import time
 import weakref
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from torch.utils.data import TensorDataset
 
 from ddp_tutorial.checkpoint.manifest import checkpoint_name
 from ddp_tutorial.collectives import digest
 from ddp_tutorial.config import ConfigError
+from ddp_tutorial.pipeline import timing
 from ddp_tutorial.pipeline.config import PipelineConfig
-from ddp_tutorial.pipeline.parallel import Pipeline
+from ddp_tutorial.pipeline.parallel import Pipeline, require_cuts
+from ddp_tutorial.pipeline.stages import even_splits
 from ddp_tutorial.processes.launcher import launch
-from ddp_tutorial.training.config import ModelConfig, TaskConfig
+from ddp_tutorial.sharding.config import SourceConfig
+from ddp_tutorial.sharding.sources import make_source
+from ddp_tutorial.training.config import ModelConfig, TaskConfig, TrainConfig
 from ddp_tutorial.training.export import load
 from ddp_tutorial.training.gpt import GPT, next_token_loss
 from ddp_tutorial.training.plan import plan
 from ddp_tutorial.training.tasks import check_start, launch_training, make_trainer
+from ddp_tutorial.training.trainer import Trainer
 from ddp_tutorial.world import World
 from ranks import error_of
 
@@ -75,6 +83,61 @@ def test_a_resumed_pipeline_is_bitwise_identical() -> None:
     assert launch_training(alone, echo=False).losses[:2] == whole.losses[:2]  # each part is read by its current owner
     shutil.rmtree("runs/whole/model")  # as if the run had not finished
     assert digest(load("runs/whole").state_dict()) == whole.weights
+
+
+class Slow(torch.nn.Linear):
+    """A layer that takes ten milliseconds more than its parameters suggest."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        time.sleep(0.01)
+        return super().forward(x)
+
+
+def uneven() -> torch.nn.Sequential:
+    """Return a model with most parameters in the first two modules, and most time in the next two."""
+    torch.manual_seed(0)
+    return torch.nn.Sequential(torch.nn.Linear(4, 64), torch.nn.Linear(64, 4), Slow(4, 4), Slow(4, 4), torch.nn.Tanh())
+
+
+def with_measured_cuts(world: World, kind: str, name: str, **settings: Any) -> tuple[list[float], list[str]]:
+    x = torch.randn(24, 4, generator=torch.Generator().manual_seed(1))
+    source = make_source(TensorDataset(x, x.sin()), 8, world, config=SourceConfig.model_validate({"kind": kind}))
+    values = {"strategy": "pipeline", "pipeline": {"micro_batches": 2, "split": "measured"}, "name": name, "steps": 4}
+    config = TrainConfig.model_validate(values | {"warmup_steps": 0, "checkpoint": {"every": 2}} | settings)
+
+    def loss(model: Any, batch: Any) -> tuple[torch.Tensor, int]:
+        return (model(batch[0]) - batch[1]).square().sum(), len(batch[0])
+
+    trainer = Trainer(uneven(), source, loss, world, config)
+    return trainer.train().losses, trainer.settings["pipeline"]["cuts"]
+
+
+def measured_and_resumed(world: World) -> list[tuple[list[float], list[str]]]:
+    """Return the losses and cuts of whole runs, of a run with fixed cuts, and of a run that must not measure again."""
+    runs = [with_measured_cuts(world, kind, kind) for kind in ("sharded", "dispatched")]
+    fixed = {"micro_batches": 2, "cuts": ["1"]}
+    runs.append(with_measured_cuts(world, "sharded", "fixed", pipeline=fixed))
+    at = f"runs/sharded/checkpoints/{checkpoint_name(2)}"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(timing, "module_seconds", lambda *_: pytest.fail("measured again"))
+        return [*runs, with_measured_cuts(world, "sharded", "resumed", resume=at)]
+
+
+def test_measured_cuts_are_agreed_and_recorded_and_a_resumed_run_uses_them() -> None:
+    for runs in launch(measured_and_resumed, 2, device="cpu", threads=1, echo=False, timeout=120):
+        sharded, dispatched, fixed, resumed = runs
+        assert sharded[1] == dispatched[1] == resumed[1] == ["3"]
+        assert even_splits(uneven(), 2) == fixed[1] == ["1"]
+        assert sharded[0] == resumed[0] == pytest.approx(fixed[0], abs=1e-6)
+        assert dispatched[0] == pytest.approx(fixed[0], abs=1e-6)
+
+
+def test_the_same_measurement_has_the_same_cuts() -> None:
+    seconds = {"a": 1.0, "b": 1.0, "c": 2.0, "d": 4.0}
+    assert timing.splits_of(seconds, 2) == ["d"]
+    assert timing.splits_of(seconds, 3) == ["c", "d"]
+    config = PipelineConfig(micro_batches=2, split="measured")
+    assert "requires a Trainer" in error_of(lambda: require_cuts(config))
 
 
 def held(world: World, values: dict[str, Any]) -> dict[str, Any]:

@@ -19,7 +19,11 @@ class StagesConfig(Config):
         (),
         strict=False,
         examples=[["blocks.2"]],
-        description="Modules that begin a stage, except the first; by default, stages have about equal parameters.",
+        description="Modules that begin a stage, except the first; by default, `split` chooses them.",
+    )
+    split: Literal["parameters", "measured"] = Field(
+        "parameters",
+        description="What stages without `cuts` balance: parameters, or the time of the modules, measured on rank 0.",
     )
 
     def on(self, ranks: int) -> "PipelineConfig":

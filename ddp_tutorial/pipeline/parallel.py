@@ -51,6 +51,15 @@ def check_pipeline(model: nn.Module, config: PipelineConfig, world_size: int) ->
     return split_into_stages(model, config.cuts or even_splits(model, config.stages))
 
 
+def require_cuts(config: PipelineConfig) -> None:
+    """Raise `ConfigError` if the stages depend on a measurement that has not been made."""
+    if config.split == "measured" and config.stages > 1 and not config.cuts:
+        raise ConfigError(
+            "'pipeline.split' measured requires a Trainer, which measures the modules. Without one, set 'cuts' to the "
+            "result of pipeline.timing.measured_splits"
+        )
+
+
 def require_even_micro_batches(config: PipelineConfig) -> int:
     """Return the number of micro-batches that each rank reads per step.
 
@@ -97,6 +106,7 @@ class Pipeline:
             ConfigError: See `check_pipeline`.
         """
         require_group(world)
+        require_cuts(config)
         stages = check_pipeline(model, config, world.size)
         sync_initial_state(model, world)
         self.world, self.config = world, config

@@ -34,6 +34,7 @@ from ddp_tutorial.sharding.token_files import largest_token
 from ddp_tutorial.sharding.tokenizer import BYTES, load_tokenizer, tokenize
 from ddp_tutorial.training.compilation import require_backend, require_compiler
 from ddp_tutorial.training.config import TaskConfig, is_import_path
+from ddp_tutorial.training.cuts import with_recorded_cuts
 from ddp_tutorial.training.gpt import GPT, next_token_loss
 from ddp_tutorial.training.imported import check_arguments, construct, import_function, import_object
 from ddp_tutorial.training.optimization import check_update
@@ -187,7 +188,7 @@ def check_start(config: TaskConfig, ranks: int) -> tuple[TaskConfig, float | Non
     config = with_steps(config, steps_per_epoch)
     steps_between("eval_every", config.eval_every, steps_per_epoch)
     steps_between("checkpoint.every", config.checkpoint.every, steps_per_epoch)
-    settings = config.model_dump(mode="json")
+    settings = with_recorded_cuts(config, World(), ranks).model_dump(mode="json")
     find_resume_point(World(), RUNS / config.name, config.resume, settings, config.resume_allow)
     return config, steps_per_epoch
 

@@ -39,6 +39,7 @@ from ddp_tutorial.sharding.source import Source
 from ddp_tutorial.sharding.sources import require_same_samples
 from ddp_tutorial.training.callbacks import Callback, call_on_all_ranks, check_callbacks
 from ddp_tutorial.training.config import TrainConfig
+from ddp_tutorial.training.cuts import with_measured_cuts
 from ddp_tutorial.training.evaluation import evaluate
 from ddp_tutorial.training.evaluation_tracker import EvaluationTracker
 from ddp_tutorial.training.metrics import MakeMetric, check_metrics
@@ -131,6 +132,7 @@ class Trainer:
             raise ConfigError("'run_test' requires test samples; pass test_data to Trainer, or set run_test=null")
         self.shows_epochs = config.num_epochs is not None
         config = config_for(optimizer, with_steps(config, source.steps_per_epoch))
+        config = with_measured_cuts(config, model, source, loss, world)
         self.eval_every = steps_between("eval_every", config.eval_every, source.steps_per_epoch)
         self.save_every = steps_between("checkpoint.every", config.checkpoint.every, source.steps_per_epoch)
         self.threads = torch.get_num_threads()  # restored by `train`; strategy invariant uses one thread

@@ -1,0 +1,103 @@
+"""Split a model into stages by the measured time of its modules: `pipeline.split: measured`."""
+
+import copy
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from ddp_tutorial.accumulation.loss import Loss, call_loss
+from ddp_tutorial.accumulation.precision import Precision
+from ddp_tutorial.pipeline.stages import balance, chain_of
+from ddp_tutorial.rng import preserved_rng
+
+_REPEATS = 5
+
+
+def measured_splits(
+    model: nn.Module, loss: Loss, batch: Any, stages: int, precision: Precision | None = None
+) -> list[str]:
+    """Return the names of the modules at which to split, to minimize the measured time of the slowest stage.
+
+    Measures a copy of the model, so that buffers and gradients do not change. Random number generators do not change.
+
+    Args:
+        model: The model, a chain, on the device to measure.
+        loss: The loss function. Its own time counts for the last module.
+        batch: A micro-batch, on the same device.
+        stages: The number of stages.
+        precision: The mixed-precision settings.
+    """
+    seconds = module_seconds(model, loss, batch, precision)
+    return splits_of(seconds, stages)
+
+
+def splits_of(seconds: Mapping[str, float], stages: int) -> list[str]:
+    """Return the modules at which to split, from the seconds of each module in the order of the chain."""
+    names = list(seconds)
+    return [names[first] for first in balance(list(seconds.values()), stages)]
+
+
+def module_seconds(model: nn.Module, loss: Loss, batch: Any, precision: Precision | None = None) -> dict[str, float]:
+    """Return the seconds of a forward and a backward pass of each module of a chain: the minimum of five passes."""
+    precision = precision or Precision()
+    timed = _TimedChain(copy.deepcopy(model), precision.world.device)
+    passes = []
+    with preserved_rng(precision.world.device):
+        for _ in range(1 + _REPEATS):
+            passes.append(timed.measure(loss, batch, precision))
+    return {name: min(each[name] for each in passes[1:]) for name in passes[0]}  # the first is a warm-up
+
+
+class _TimedChain(nn.Module):
+    """Calls the modules of a chain one by one, each on a detached input, and records their times."""
+
+    def __init__(self, model: nn.Module, device: torch.device) -> None:
+        super().__init__()
+        self.chain, self.device = chain_of(model), device
+        self.seconds: dict[str, float] = {}
+        self.calls: list[tuple[str, torch.Tensor, torch.Tensor]] = []  # module, output, detached input of the next one
+
+    def measure(self, loss: Loss, batch: Any, precision: Precision) -> dict[str, float]:
+        """Return the seconds of one forward and backward pass by module."""
+        self.seconds, self.calls = dict.fromkeys(self.chain, 0.0), []
+        last = list(self.chain)[-1]
+        with precision.autocast():
+            total, _ = self._timed(last, lambda: call_loss(loss, self, batch))
+        self.seconds[last] -= sum(seconds for name, seconds in self.seconds.items() if name != last)
+        self._timed(last, total.backward)
+        for name, out, x in reversed(self.calls):
+            if out.requires_grad and x.grad is not None:
+                self._timed(name, lambda out=out, x=x: out.backward(x.grad))  # type: ignore[misc]
+        return self.seconds
+
+    def forward(self, *inputs: Any, **named: Any) -> Any:
+        """Call the modules. The loss calls this once; the time of the last module is part of the time of the loss."""
+        (first, module), *others = self.chain.items()
+        if not others:
+            return module(*inputs, **named)
+        x = self._next(first, self._timed(first, lambda: module(*inputs, **named)))
+        for name, part in others[:-1]:
+            x = self._next(name, self._timed(name, lambda part=part, x=x: part(x)))  # type: ignore[misc]
+        return others[-1][1](x)
+
+    def _next(self, name: str, out: torch.Tensor) -> torch.Tensor:
+        x = out.detach()
+        if x.is_floating_point():
+            x.requires_grad_()
+        self.calls.append((name, out, x))
+        return x
+
+    def _timed(self, name: str, work: Callable[[], Any]) -> Any:
+        self._finish()
+        start = time.perf_counter()
+        result = work()
+        self._finish()
+        self.seconds[name] += time.perf_counter() - start
+        return result
+
+    def _finish(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
