@@ -232,7 +232,7 @@ def test_an_incompatible_accelerate_setup_is_rejected(found: tuple[Any, ...], sa
         ("DYNAMO_BACKEND", "INDUCTOR", "--dynamo_backend .* compile=true with strategy=ddp"),
     ],
 )
-def test_options_of_accelerate_launch_that_contradict_the_config_are_refused(
+def test_options_of_accelerate_launch_against_the_config_are_rejected(
     monkeypatch: pytest.MonkeyPatch, variable: str, value: str, said: str
 ) -> None:
     monkeypatch.setenv(f"ACCELERATE_{variable}", value)
@@ -271,7 +271,7 @@ def together(*ranks: list[list[int]]) -> list[list[int]]:
 
 @needs_accelerate
 @pytest.mark.parametrize("split", [True, False])
-def test_a_step_has_the_samples_of_accelerate_with_and_without_split_batches(split: bool) -> None:
+def test_a_step_has_accelerates_samples_with_and_without_split_batches(split: bool) -> None:
     uneven = together(*(steps_of_accelerate(rank, split_batches=split, even_batches=False) for rank in (0, 1)))
     even = together(*(steps_of_accelerate(rank, split_batches=split, even_batches=True) for rank in (0, 1)))
     exact, padded = (together(*(steps_of_ours(rank, kind) for rank in (0, 1))) for kind in ("exact", "pad"))
@@ -284,13 +284,13 @@ def test_a_step_has_the_samples_of_accelerate_with_and_without_split_batches(spl
     assert len(steps_of_accelerate(1, split_batches=split, even_batches=False)[-1]) == 2  # and rank 0 has 4
 
 
-def test_split_batches_is_the_global_batch_size_and_otherwise_that_of_a_rank() -> None:
+def test_without_split_batches_the_batch_is_that_of_a_rank() -> None:
     config = with_batch_size(TaskConfig(per_device_train_batch_size=4), 2)
     assert config.batch_size == BATCH
 
 
 @needs_accelerate
-def test_the_order_depends_on_the_seed_and_the_epoch_as_with_use_seedable_sampler() -> None:
+def test_the_order_depends_on_seed_and_epoch_as_with_seedable_sampler() -> None:
     from accelerate.data_loader import SeedableRandomSampler
 
     def accelerates(seed: int, epoch: int) -> list[int]:
@@ -337,7 +337,7 @@ def dispatched(world: World) -> tuple[list[Any], list[Any]]:
 
 
 @needs_accelerate
-def test_only_rank_zero_reads_with_dispatch_batches_and_with_source_dispatched() -> None:
+def test_only_rank_zero_reads_with_dispatch_batches_and_dispatched() -> None:
     (theirs, ours), (theirs_of_1, ours_of_1) = launch(dispatched, 2, device="cpu", threads=1, echo=False)
     assert [theirs[0], theirs_of_1[0]] == [ours[0], ours_of_1[0]] == [True, False]
     assert sorted(theirs[1] + theirs_of_1[1]) == sorted(ours[1] + ours_of_1[1]) == list(range(8))
