@@ -244,7 +244,7 @@ def test_plain_torch_resumes_bitwise_identically(plain: Callable[[int, int], Pat
 
     killed(*command, "checkpoint=killed.pt", when=some_time_after_a_checkpoint)
     assert len(torch.load(path)[0]) == 20, f"killed {moment:.3f} s after the first checkpoint"
-    assert "held out: accuracy" in finished(*command, "checkpoint=killed.pt")
+    assert "validation accuracy" in finished(*command, "checkpoint=killed.pt")
     (losses, weights, *_), (losses_again, weights_again, *_) = torch.load(plain(2, 1)), torch.load(path)
     assert losses == losses_again
     assert all(torch.equal(weights[name], weights_again[name]) for name in weights)
