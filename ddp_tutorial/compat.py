@@ -208,7 +208,7 @@ def abort_process_group() -> None:
 
 
 def flight_record(*, entries: bool = True, stacks: bool = True) -> dict[str, Any]:
-    """Return what PyTorch's flight recorder has recorded in this process. Requires a process group.
+    """Return the record of PyTorch's flight recorder in this process. Requires a process group.
 
     The record is public only as a file, which PyTorch writes when a collective of NCCL times out. Fallback:
     an empty dict; hang reports then lack the collectives.

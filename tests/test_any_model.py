@@ -380,13 +380,16 @@ def half_on_meta() -> nn.Module:
 
 BAD: dict[str, tuple[Callable[[World], Any], str]] = {
     "a mean alone": (lambda world: start(world, mean_alone), "LossError: on rank 0, the loss must return a sum and"),
-    "a mean": (lambda world: start(world, mean_and_count), "LossError: the loss is a mean: "),
+    "a mean": (lambda world: start(world, mean_and_count), "LossError: the loss must be a sum, got a mean: "),
     "no sum": (
         lambda world: start(world, no_sum),
         "LossError: on rank 0, the first value that the loss returns must be",
     ),
     "nothing counted": (lambda world: start(world, counts_nothing), "ValueError: the loss counted no elements"),
-    "other metrics": (lambda world: start(world, other_metrics), "LossError: rank 0's loss returns loss, of_rank_0"),
+    "other metrics": (
+        lambda world: start(world, other_metrics),
+        "LossError: the loss must return loss, of_rank_0 on rank 1",
+    ),
     "elsewhere": (lambda world: start(world, model=half_on_meta()), "ConfigError: the model's '1.weight' is on meta"),
     "frozen": (
         lambda world: start(world, model=make_model().requires_grad_(False)),

@@ -118,7 +118,7 @@ def test_several_batches_are_skipped_up_to_the_limit(
 @pytest.mark.parametrize(
     ("skips", "phase", "told"),
     [
-        (1, "backward", "rank 1 ran out of memory in backward: .*so this step cannot be left out"),
+        (1, "backward", "rank 1 ran out of memory in backward: .*so this step cannot be skipped"),
         (0, "forward", "DefaultCPUAllocator: can't allocate memory"),
     ],
 )

@@ -224,7 +224,7 @@ def test_a_pipeline_without_its_model_keeps_only_its_own_stages() -> None:
     ("values", "ranks", "said"),
     [
         ({"mesh": {"pipeline": 2}}, 3, "the mesh pipeline 2 requires a multiple of 2 ranks, got 3"),
-        ({"mesh": {"replicate": 2, "pipeline": 2}}, 2, "has 2 ranks, and a mesh of replicate 2 x pipeline 2 has 4"),
+        ({"mesh": {"replicate": 2, "pipeline": 2}}, 2, "the mesh replicate 2 x pipeline 2 requires 4 ranks, got 2"),
         ({"pipeline": {"micro_batches": 3}}, 4, "at least one micro-batch per rank, got 3 for 4"),
         ({"pipeline": {"micro_batches": 7}}, 7, "7 stages require at least 7 modules, got 6"),
         ({"pipeline": {"cuts": ["block.1"]}}, 2, "the model has no module 'block.1'"),

@@ -226,7 +226,7 @@ def run_attempt(
         refused = {int(note.suffix[1:]): note.read_text() for note in notes.glob("refused.*")}
         said = "\n".join([*refused.values(), *_last_words(notes)])
         if late:
-            raise RuntimeError(f"{config.name} hangs after {hits or 'nothing'}, {codes}: {said}")
+            raise RuntimeError(f"{config.name} hangs after {hits or 'no failures'}, with exit codes {codes}: {said}")
         if not hits and not where and any(codes):
             raise RuntimeError(f"{config.name} exited with {codes} without an injected failure: {said}")
         published = notes / "published"

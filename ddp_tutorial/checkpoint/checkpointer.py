@@ -384,7 +384,7 @@ class _Writer:
     def _write(self) -> Iterator[tuple[str, int, Path]]:
         """Yield the component name, the rank, and the path of each of this rank's files after it has been written.
 
-        The shards have been written before, by `write_sharded`.
+        The shards have already been written by `write_sharded`.
         """
         for name, paths in self.shards.items():
             for path in paths:

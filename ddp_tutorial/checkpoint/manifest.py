@@ -152,7 +152,7 @@ def read_manifest(folder: Path) -> Manifest:
     """Return the manifest of the checkpoint in `folder`.
 
     Raises:
-        CheckpointError: If `folder` is not a checkpoint, or its manifest is damaged or of a newer version, or lists
+        CheckpointError: If `folder` is not a checkpoint, or its manifest is damaged, has a newer version or lists
             files that are not in the folder.
     """
     path = folder / MANIFEST
@@ -172,7 +172,7 @@ def _parsed(content: bytes, folder: Path) -> Manifest:
     """Return the manifest of `folder` in `content`.
 
     Raises:
-        CheckpointError: If it is of a newer version.
+        CheckpointError: If a newer version wrote the manifest.
         ValueError, RecursionError: If it is damaged.
     """
     fields = json.loads(content)

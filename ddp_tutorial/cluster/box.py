@@ -2,8 +2,7 @@
 
 The box is the first process in its own namespaces, so all processes in them are killed when the box exits. `Cluster`
 starts the box and sends requests over a socket, one at a time. To start a process, the box forks, and the child enters
-the namespaces of a host. The box exits when the other end of the socket is closed. The kernel closes it if the parent
-is killed.
+the namespaces of a host. The box exits when the parent closes its end of the socket or is killed.
 
 A request is one packet, which the kernel sends completely or not at all, even if the sender is interrupted. A packet
 holds up to 128 KiB. An environment may be larger, so the arguments are stored in an in-memory file that is passed with

@@ -155,7 +155,7 @@ def record(link: Link | None) -> Iterator[Recorder]:
     Raises `ValueError` if `link` is None. For PyTorch's DDP without a hook, use `record_torch`.
     """
     if link is None:
-        raise ValueError("this model has no link to record: torch's DDP sends by itself. Use record_torch().")
+        raise ValueError("torch's DDP has no link to record, because it communicates in C++. Use record_torch().")
     recorder = Recorder(str(link))
     link.observer = recorder.on_transfer
     try:

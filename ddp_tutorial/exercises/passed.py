@@ -64,7 +64,7 @@ class Chapter:
 
     @property
     def count(self) -> str:
-        """How many exercises are passed, such as "1 of 3"."""
+        """The number of passed exercises, such as "1 of 3"."""
         return f"{sum(self.exercises.values())} of {len(self.exercises)}"
 
 

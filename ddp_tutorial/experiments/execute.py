@@ -161,7 +161,7 @@ def run_notebook(notebook: Path, folder: Path, parameters: Mapping[str, Any]) ->
     if code or not (folder / "result.json").is_file():
         raise NotebookError(
             f"{notebook.name} did not run to its end (papermill's exit code: {code}). "
-            f"It got as far as {executed}, and said:\n" + "\n".join(last_lines(folder))
+            f"Its outputs so far are in {executed}. The last lines of its log:\n" + "\n".join(last_lines(folder))
         )
     write_page(executed, executed.with_suffix(".html"))
 

@@ -56,7 +56,7 @@ class StepModel:
         """Validate the fields."""
         if self.fixed < 0 or self.per_sample <= 0 or self.nbytes < 0 or self.buckets < 1:
             raise ValueError(
-                f"per_sample must be above 0, fixed and nbytes at least 0 and buckets at least 1, got {self}"
+                f"per_sample must be above 0, fixed and nbytes at least 0, and buckets at least 1, got {self}"
             )
         if not 0 <= self.overlap <= 1 or self.sharing < 1:
             raise ValueError(f"overlap must be between 0 and 1 and sharing at least 1, got {self}")

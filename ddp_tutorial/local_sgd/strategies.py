@@ -99,7 +99,7 @@ class LocalSGD:
     def local_steps(self) -> int:
         """The number of steps that this rank has taken in the current round.
 
-        It is 0 if all ranks have the same weights.
+        The number is 0 if all ranks have the same weights.
         """
         return self.rounds.local_steps(self.updates)
 

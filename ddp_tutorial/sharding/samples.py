@@ -397,7 +397,7 @@ class ArrowShards:
             IndexError: If an index is out of range.
         """
         if len(indices) and not 0 <= indices.min() <= indices.max() < len(self):
-            raise IndexError(f"rows {indices.min()} to {indices.max()} of {len(self)}")
+            raise IndexError(f"indices must be between 0 and {len(self) - 1}, got {indices.min()} to {indices.max()}")
         chunk_of = np.searchsorted(self._starts, indices, side="right") - 1
         columns = {name: np.empty((len(indices), *c.shape[1:]), c.dtype) for name, c in self._like().items()}
         for number in set(chunk_of.tolist()):

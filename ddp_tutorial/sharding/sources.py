@@ -182,9 +182,9 @@ _LARGE = 1 << 26  # tokens; a digest of as many takes a tenth of a second
 def require_same_samples(samples: Data, world: World, what: str = "training samples") -> None:
     """Raise an error on all ranks if a rank has different samples than rank 0. Collective.
 
-    The ranks compare the number of samples and their content. For tensors in memory (`TokenBlocks`, `TensorDataset`),
-    they compare everything. For Arrow files, they compare some rows. For any other dataset, they compare only the
-    number, because reading a row may be slow and may draw random numbers.
+    The ranks compare the number of samples, all values of tensors in memory (`TokenBlocks`, `TensorDataset`), and
+    some rows of Arrow files. The rows of other datasets are not compared, because reading a row may be slow and may
+    draw random numbers.
 
     Args:
         samples: This rank's samples.

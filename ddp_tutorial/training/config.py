@@ -288,8 +288,8 @@ class TrainConfig(Config):
             raise ValueError(f"'ddp.{changed[0]}' is an option of strategies ddp and zero1, not of {self.strategy}")
         if self.strategy == "accelerate" and (unknown := [name for name in changed if name not in FORWARDED_OPTIONS]):
             raise ValueError(
-                f"'ddp.{unknown[0]}' is an option of strategies ddp and zero1; of 'ddp', accelerate has "
-                f"{', '.join(FORWARDED_OPTIONS)}"
+                f"'ddp.{unknown[0]}' is an option of strategies ddp and zero1; strategy accelerate supports "
+                f"only {', '.join(FORWARDED_OPTIONS)}"
             )
         refused = [name for name in changed if name != "simulated_link"]
         if refused and self.strategy in LOCAL:
@@ -512,8 +512,8 @@ class TaskConfig(TrainConfig):
     def _backend_is_in_pytorchs_packages(cls, value: Any) -> Any:
         if value == "mpi":
             raise ValueError(
-                "'backend' mpi requires a PyTorch that was built from source with an MPI library, which the published "
-                "packages are not. Use backend=auto: nccl between GPUs, otherwise gloo"
+                "'backend' mpi requires a PyTorch that was built from source with an MPI library; the published "
+                "packages do not contain MPI. Use backend=auto: nccl between GPUs, otherwise gloo"
             )
         return value
 

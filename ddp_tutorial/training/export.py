@@ -51,7 +51,7 @@ def load(run: str | Path, model: nn.Module | None = None, *, best: bool = False)
 
     Args:
         run: The directory of the run.
-        model: A model of the same architecture to load the weights into. A run of a task does not need it.
+        model: A model of the same architecture to load the weights into. A run of a task needs no `model`.
         best: Load the weights that `best_model` kept instead.
 
     Raises:

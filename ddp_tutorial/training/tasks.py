@@ -122,7 +122,9 @@ def task_of(config: TaskConfig) -> Task:
         raise ConfigError(f"unknown 'task' {config.task!r}.{did_you_mean(config.task, sorted(TASKS))}")
     found = import_object("task", config.task, lambda value: isinstance(value, Task))
     if not isinstance(found, Task):
-        raise ConfigError(f"'task' must be the import path of a Task, got {config.task!r}, {type(found).__name__}")
+        raise ConfigError(
+            f"'task' must be the import path of a Task, got {config.task!r}, which is of type {type(found).__name__}"
+        )
     return found
 
 

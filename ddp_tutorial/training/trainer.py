@@ -100,7 +100,7 @@ class Trainer:
         unit: The unit of the loss's count, such as "tokens", for the log.
 
     Raises:
-        ConfigError: If the arguments do not fit each other or the world.
+        ConfigError: If the arguments are inconsistent, or invalid for this world.
     """
 
     def __init__(
