@@ -293,6 +293,7 @@ FOREIGN = {  # messages of Python, the system and PyTorch
     "Address already in use",
     "Connection refused",
     "Expected to have finished reduction in the prior iteration",
+    "Expected to mark a variable ready only once",
 }
 
 

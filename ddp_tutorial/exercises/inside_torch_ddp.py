@@ -1,6 +1,7 @@
 """Exercises of 05_inside_torch_ddp: ddp or ddp.module, a bfloat16 hook, and a script that trains worse on two ranks."""
 
 import time
+from contextlib import ExitStack
 from typing import Any
 from unittest.mock import patch
 
@@ -162,7 +163,7 @@ train_and_evaluate = Exercise(
     },
     hints=(
         "You can call the model as ddp(x) or as ddp.module(x). Only one of the two may enter collectives.",
-        "Train through ddp on all ranks. Use ddp.module for everything that only rank 0 does: evaluating and saving.",
+        "Train through ddp on all ranks. Use ddp.module for evaluating and saving, which only rank 0 does.",
         "BatchNorm behaves differently in evaluation mode: call .eval() before and .train() after, and use no_grad.",
     ),
 )
@@ -185,25 +186,34 @@ class _Weights(nn.Module):
         return (self.first * x).sum() + (self.second * x).sum()
 
 
-class _Watched:
-    """Calls the answer as torch's DDP does, and records the dtypes it sends and its duration."""
+# Each collective that a hook may use, with the position and the name of the tensor that it sends.
+_SENDS = {"all_reduce": (0, "tensor"), "all_gather": (1, "tensor"), "all_gather_into_tensor": (1, "input_tensor")}
 
-    def __init__(self, world: World, answer: Answer) -> None:
-        self.world, self.answer = world, answer
+
+class WatchedHook:
+    """Calls the answer as torch's DDP does, and records the tensors it sends and its duration."""
+
+    def __init__(self, world: World, answer: Answer, advice: str = "") -> None:
+        """Watch `answer` on this rank. `advice` is added to the message if it raises."""
+        self.world, self.answer, self.advice = world, answer, advice
         self.sent: list[torch.dtype] = []
+        self.nbytes = 0
         self.seconds: list[float] = []
 
     def hook(self, state: object, bucket: dist.GradBucket) -> Future[torch.Tensor]:
+        """Call the answer, late on rank 1 for the first bucket, and check that it returns a future."""
         if not self.seconds and self.world.rank == 1:
             time.sleep(_LATE)
         began = time.monotonic()
         try:
-            with patch.object(dist, "all_reduce", self._all_reduce(dist.all_reduce)):
+            with ExitStack() as stack:
+                for name in _SENDS:
+                    stack.enter_context(patch.object(dist, name, self._recorded(name)))
                 future = self.answer(state, bucket)
         except NotImplementedError:
             raise
         except Exception as error:
-            raise WrongAnswerError(f"Your hook raised {type(error).__name__}: {error}") from None
+            raise WrongAnswerError(f"Your hook raised {type(error).__name__}: {error}{self.advice}") from None
         self.seconds.append(time.monotonic() - began)
         expect(
             isinstance(future, torch._C.Future),  # what torch itself returns; torch.futures.Future is one, too
@@ -212,16 +222,31 @@ class _Watched:
         )
         return future
 
-    def _all_reduce(self, own: Any) -> Any:
-        def recorded(tensor: torch.Tensor, *args: Any, **named: Any) -> Any:
+    def _recorded(self, name: str) -> Any:
+        collective, (place, keyword) = getattr(dist, name), _SENDS[name]
+
+        def recorded(*args: Any, **named: Any) -> Any:
+            tensor = args[place] if len(args) > place else named[keyword]
             self.sent.append(tensor.dtype)
-            return own(tensor, *args, **named)
+            self.nbytes += tensor.nbytes
+            return collective(*args, **named)
 
         return recorded
 
+    def expect_overlap(self) -> None:
+        """Raise `WrongAnswerError` if rank 0's hook waited for rank 1, which was late at the first bucket."""
+        if self.world.rank == 0:
+            expect(
+                self.seconds[0] < 0.8 * _LATE,
+                f"The gradients are right, but your hook waits: rank 1 was {_LATE} s late at the first bucket, and "
+                f"rank 0 stayed in the hook for {self.seconds[0]:.1f} s. This blocks the backward pass, so "
+                "communication does not overlap. Start the collective with async_op=True, and do the rest in the "
+                "future's then().",
+            )
+
 
 def _run_hook(world: World, answer: Answer) -> None:
-    model, watched = _Weights(), _Watched(world, answer)
+    model, watched = _Weights(), WatchedHook(world, answer)
     ddp = DistributedDataParallel(model, bucket_cap_mb=1e-5)
     ddp.register_comm_hook(None, watched.hook)
     x = torch.tensor(_GRADIENTS[world.rank])
@@ -245,13 +270,7 @@ def _run_hook(world: World, answer: Answer) -> None:
         not wide,
         f"The all-reduce must send torch.bfloat16, 2 bytes per number, got {wide and wide[0]}.",
     )
-    if world.rank == 0:
-        expect(
-            watched.seconds[0] < 0.8 * _LATE,
-            f"The gradients are right, but your hook waits: rank 1 was {_LATE} s late at the first bucket, and rank 0 "
-            f"stayed in the hook for {watched.seconds[0]:.1f} s. This blocks the backward pass, so communication does "
-            "not overlap. Start the all-reduce with async_op=True, and do the rest in the future's then().",
-        )
+    watched.expect_overlap()
 
 
 def _expect_mean(world: World, grads: list[torch.Tensor | None], local: torch.Tensor, exact: torch.Tensor) -> None:
@@ -548,7 +567,7 @@ repair = Exercise(
         "averages the weights after each step": _with_faults(weights=True),
     },
     hints=(
-        "There are four faults. The script is right on one process, so ask of each line what changes when size is 2.",
+        "There are four faults. The script is right on one process, so check for each line what changes if size is 2.",
         "What averages the gradients, and which forward pass does it need? Which samples does rank 1 take?",
         "The global batch has 16 samples on one rank and on two. Is there a reason for a larger learning rate?",
         "A batch of 5 is split into means over 3 and over 2 samples. Exercise 2 of notebook 03 shows how to weight "
