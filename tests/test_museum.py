@@ -1,6 +1,7 @@
 """The museum of bugs: each bug is caught by a general law, and no correct program raises an alarm."""
 
 import inspect
+import re
 from functools import partial
 from pathlib import Path
 
@@ -8,6 +9,7 @@ import pytest
 
 from ddp_tutorial.museum import LAWS, MUSEUM, examine
 from ddp_tutorial.museum.correct import CORRECT
+from ddp_tutorial.museum.issues import ISSUES
 from ddp_tutorial.museum.laws import applying
 from ddp_tutorial.museum.parts import Exhibit, Program
 from ddp_tutorial.world import World
@@ -59,6 +61,11 @@ def test_there_are_at_least_twenty_bugs_and_ten_correct_programs() -> None:
     assert len(CORRECT) >= 10
     assert all(exhibit.variants for exhibit in MUSEUM)
     assert all(set(exhibit.caught_by) <= set(LAWS) for exhibit in MUSEUM)
+
+
+def test_each_public_thread_belongs_to_an_exhibit() -> None:
+    assert set(ISSUES) <= {exhibit.name for exhibit in MUSEUM}
+    assert all(re.fullmatch(r"https://github.com/[\w.-]+/[\w.-]+/(issues|pull)/\d+", url) for url in ISSUES.values())
 
 
 def test_every_law_catches_some_bug() -> None:

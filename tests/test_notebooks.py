@@ -262,7 +262,6 @@ TOO_LONG = {
     "10_checkpointing",
     "11_debugging_hangs",
     "12_fault_tolerance",
-    "13_bug_museum",
     "14_scaling",
     "15_cluster",
     "17_sharded_state",

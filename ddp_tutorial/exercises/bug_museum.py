@@ -20,10 +20,10 @@ _SECONDS = 60.0
 
 
 def _judge(programs: dict[str, Program]) -> None:
-    """Check `programs` against all laws.
+    """Check `programs` against all invariants.
 
     Raises:
-        WrongAnswerError: If a program breaks a law.
+        WrongAnswerError: If a program violates an invariant.
         NotImplementedError: If the answer raises it.
     """
     try:
@@ -36,7 +36,7 @@ def _judge(programs: dict[str, Program]) -> None:
                 raise NotImplementedError
             said = alarm.partition("WrongAnswerError: ")[2]
             expect(not said, said)
-            expect(not alarm, f"Your program breaks a law: {LAWS[law]}. {alarm}")
+            expect(not alarm, f"Your program violates an invariant ({LAWS[law]}): {alarm}")
 
 
 def _apart(result: Any, wanted: Result) -> str:
@@ -46,7 +46,7 @@ def _apart(result: Any, wanted: Result) -> str:
     got, want = result["weights"], wanted["weights"]
     if got.shape == want.shape and torch.allclose(got, want, rtol=1e-9, atol=1e-9):
         return ""
-    return "Your program keeps all laws, but its final weights are not those that the broken program should reach."
+    return "Your program satisfies all invariants, but its final weights are not those of the correct program."
 
 
 # ----------------------------------------------------------------------------------------------- 1. the end of an epoch
@@ -301,7 +301,7 @@ def _fails_without_samples(samples: int, rank: int, size: int, epoch: int) -> It
     return iter([own[0], *own[1:]])
 
 
-# The first two are shown to the learner, the others are hidden.
+# The first two dicts are shown to the learner, the others are hidden.
 RIGHT: dict[str, Deal] = {"round-robin": _strided, "blocks": _in_blocks, "shuffled by epoch": _shuffled}
 WRONG: dict[str, Deal] = {"all samples on all ranks": _everything, "padded": _padded, "dealt twice": _dealt_twice}
 UNSEEN_RIGHT: dict[str, Deal] = {"all to the last rank": _all_to_the_last, "by turns": _turns}

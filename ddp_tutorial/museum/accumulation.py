@@ -1,5 +1,7 @@
 """Bugs in gradient accumulation over several micro-batches."""
 
+from contextlib import nullcontext
+
 import torch
 from torch import nn
 from torch.nn import functional as F
@@ -119,7 +121,54 @@ def forgets_the_rest_of_an_epoch(world: World, accumulate: int = 2) -> Result:
     return {"weights": weights(model)}
 
 
+def enables_sync_after_the_forward_pass(world: World, accumulate: int = 2) -> Result:
+    model = ddp()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for k, x, y in pieces(world, accumulate):
+        loss = F.mse_loss(model(x), y) / accumulate
+        model.require_backward_grad_sync = k == accumulate - 1
+        loss.backward()
+        if k == accumulate - 1:
+            optimizer.step()
+            optimizer.zero_grad()
+    return {"weights": weights(model)}
+
+
+def enables_sync_before_the_forward_pass(world: World, accumulate: int = 2) -> Result:
+    model = ddp()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for k, x, y in pieces(world, accumulate):
+        with model.no_sync() if k < accumulate - 1 else nullcontext():
+            (F.mse_loss(model(x), y) / accumulate).backward()
+        if k == accumulate - 1:
+            optimizer.step()
+            optimizer.zero_grad()
+    return {"weights": weights(model)}
+
+
+def runs_all_forward_passes_without_sync(world: World, accumulate: int = 2) -> Result:
+    model = ddp(nn.LayerNorm(8))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    for _, x, y in loader(world):
+        with model.no_sync() if accumulate > 1 else nullcontext():
+            losses = [F.l1_loss(model(a), b) for a, b in zip(x.chunk(accumulate), y.chunk(accumulate), strict=True)]
+        torch.stack(losses).mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return {"weights": weights(model)}
+
+
 ACCUMULATION = (
+    Exhibit(
+        "gradients",
+        "DDP decides in the forward pass whether to synchronize. The program enables synchronization between the "
+        "forward and the backward pass of the last micro-batch.",
+        "The loss falls, but more slowly than without accumulation.",
+        enables_sync_after_the_forward_pass,
+        enables_sync_before_the_forward_pass,
+        ("drift", "division"),
+        (runs_all_forward_passes_without_sync,),
+    ),
     Exhibit(
         "gradients",
         "Micro-batches are summed instead of averaged: the effective learning rate grows with their number.",

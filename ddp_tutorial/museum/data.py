@@ -11,7 +11,7 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, Subset, random_split
 
-from ddp_tutorial.museum.parts import DATA, Exhibit, Result, ddp, loader, net
+from ddp_tutorial.museum.parts import DATA, Exhibit, Result, ddp, loader, net, weights
 from ddp_tutorial.world import World
 
 
@@ -109,6 +109,49 @@ def shares_out_with_another_order(world: World) -> Result:
     return {"seen": order[world.rank :: world.size]}
 
 
+# --------------------------------------------------------------------------------------------------------------- epochs
+
+
+def never_sets_the_epoch(world: World) -> Result:
+    model = ddp()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    sampler: DistributedSampler[Any] = DistributedSampler(DATA, world.size, world.rank, shuffle=True)
+    orders: list[list[int]] = []
+    for _ in range(3):
+        orders.append([])
+        for numbers, x, y in DataLoader(DATA, 8 // world.size, sampler=sampler):
+            F.mse_loss(model(x), y).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            orders[-1] += numbers.tolist()
+    return {"weights": weights(model), "orders": orders}
+
+
+def sets_the_epoch(world: World) -> Result:
+    model = ddp()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    sampler: DistributedSampler[Any] = DistributedSampler(DATA, world.size, world.rank, shuffle=True)
+    orders: list[list[int]] = []
+    for epoch in range(3):
+        sampler.set_epoch(epoch)
+        orders.append([])
+        for numbers, x, y in DataLoader(DATA, 8 // world.size, sampler=sampler):
+            F.mse_loss(model(x), y).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            orders[-1] += numbers.tolist()
+    return {"weights": weights(model), "orders": orders}
+
+
+def reseeds_in_each_epoch(world: World) -> Result:
+    """Sets the seed for a reproducible order, but at the start of every epoch."""
+    orders: list[list[int]] = []
+    for _ in range(2):
+        torch.manual_seed(5)
+        orders.append(torch.randperm(24)[world.rank :: world.size].tolist())
+    return {"orders": orders}
+
+
 # ------------------------------------------------------------------------------------------------------- random numbers
 
 
@@ -189,6 +232,15 @@ def evaluates_all_but_the_rest(world: World) -> Result:
 
 
 SAMPLES = (
+    Exhibit(
+        "data",
+        "Without `set_epoch`, `DistributedSampler` shuffles with the same seed in every epoch.",
+        "No symptom: the model sees the same batches in every epoch.",
+        never_sets_the_epoch,
+        sets_the_epoch,
+        ("epochs",),
+        (reseeds_in_each_epoch,),
+    ),
     Exhibit(
         "data",
         "The seed differs by rank before the split into training and test samples: one rank trains on the test samples "

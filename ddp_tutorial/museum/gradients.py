@@ -257,6 +257,38 @@ def goes_past_the_wrapper(world: World) -> Result:
     return {"weights": weights(model)}
 
 
+def calls_the_wrapper(world: World) -> Result:
+    model = ddp(nn.LayerNorm(8))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    for _, x, y in loader(world):
+        F.mse_loss(model(x), y).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return {"weights": weights(model)}
+
+
+class _WithLoss(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = net()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.body(x)
+
+    def loss(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return F.mse_loss(self(x), y)
+
+
+def computes_the_loss_in_the_module(world: World) -> Result:
+    model = DistributedDataParallel(_WithLoss())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for _, x, y in loader(world, batch=4):
+        model.module.loss(x, y).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return {"weights": weights(model)}
+
+
 def never_leaves_no_sync(world: World) -> Result:
     model = ddp()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
@@ -332,7 +364,7 @@ GRADIENTS = (
     ),
     Exhibit(
         "gradients",
-        "Clipping runs before `unscale_`, so that it clips gradients that are a thousand times too large.",
+        "Clipping runs before `unscale_`: it clips gradients that are still scaled, by default by 65,536.",
         "The model learns as slowly as with a tiny learning rate.",
         clips_before_unscaling,
         clips_after_unscaling,
@@ -356,6 +388,15 @@ GRADIENTS = (
         wraps_on_gpus_only,
         wraps_everywhere,
         ("drift", "one process"),
-        (goes_past_the_wrapper, never_leaves_no_sync),
+        (never_leaves_no_sync,),
+    ),
+    Exhibit(
+        "gradients",
+        "The forward pass calls `model.module`, not the DDP wrapper: DDP averages no gradients.",
+        "No symptom; the checkpoint contains rank 0's model, trained on rank 0's samples.",
+        goes_past_the_wrapper,
+        calls_the_wrapper,
+        ("drift", "one process"),
+        (computes_the_loss_in_the_module,),
     ),
 )

@@ -5,7 +5,8 @@
 A program is a function in plain torch. Its parameters determine which laws apply: only `world`; also `accumulate` or
 `scale`; a `folder` from which it resumes; `losses` of which it selects the best; or a `model` and an `optimizer` whose
 replicas it compares. It returns a dict of results, and numbers and tensors in it must not depend on the number of
-ranks. Two keys are special: `seen`, the samples trained on in one epoch, and `held_out`, the validation samples.
+ranks. Three keys are special: `seen`, the samples trained on in one epoch; `held_out`, the validation samples; and
+`orders`, the order of the samples in each epoch of a program that shuffles.
 
 No law refers to a particular bug. The tests also run every law on correct programs, where it must not raise an alarm.
 """
@@ -41,6 +42,7 @@ LAWS = {
     "one process": "the results do not depend on the number of ranks",
     "division": "the results do not depend on micro-batches or the loss scale",
     "once": "each sample is trained on once per epoch, or is in the validation set of all ranks",
+    "epochs": "a program that shuffles uses a different order in each epoch",
     "errors": "an error or a stop signal is reported, or does not change the results",
     "cuts": "after a kill at any time, a resumed run is bitwise identical, and repeats no saved step",
     "best": "the best model is kept",
@@ -117,7 +119,7 @@ def applying(program: Program) -> list[str]:
     if "folder" in takes:
         return ["hang", "drift", "agreement", "cuts"]
     divided = ["division"] if takes & {"accumulate", "scale"} else []
-    return ["hang", "drift", "copies", "agreement", "one process", *divided, "once", "errors"]
+    return ["hang", "drift", "copies", "agreement", "one process", *divided, "once", "epochs", "errors"]
 
 
 # --------------------------------------------------------------------------------------------------- laws about one run
@@ -163,7 +165,8 @@ def _finding(stage: Stage, program: Program, names: set[str]) -> str:
 
 def _claims(outcome: Outcome) -> dict[str, Any]:
     result = outcome.result if isinstance(outcome.result, dict) else {}
-    return {name: value for name, value in result.items() if name not in {"seen", "held_out"} and value is not None}
+    special = {"seen", "held_out", "orders"}
+    return {name: value for name, value in result.items() if name not in special and value is not None}
 
 
 def _agreement(stage: Stage, program: Program) -> str:
@@ -238,6 +241,18 @@ def _once(stage: Stage, program: Program) -> str:
     held_out = {number for each in results for number in each.get("held_out", ())}
     if never := set(range(len(DATA))) - set(seen) - held_out:
         return f"{len(never)} samples are never used, such as {min(never)}"
+    return ""
+
+
+def _epochs(stage: Stage, program: Program) -> str:
+    results = [each.result for each in _plain(stage, program)]
+    if not all(isinstance(each, dict) and "orders" in each for each in results):
+        return ""
+    epochs = list(zip(*(each["orders"] for each in results), strict=False))  # for each epoch, the orders of all ranks
+    for first, second in itertools.combinations(range(len(epochs)), 2):
+        if epochs[first] == epochs[second]:
+            start = ", ".join(map(str, epochs[first][0][:4]))
+            return f"epochs {first} and {second} use the same order, which starts with {start} on rank 0"
     return ""
 
 
@@ -377,6 +392,7 @@ _LAWS: dict[str, Law] = {
     "one process": _one_process,
     "division": _division,
     "once": _once,
+    "epochs": _epochs,
     "errors": _errors,
     "cuts": _cuts,
     "best": _best,
