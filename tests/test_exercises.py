@@ -127,7 +127,9 @@ def test_every_exercise_has_hints_wrong_answers_and_a_solution(name, capsys):
     assert "show_solution()" in capsys.readouterr().out
     exercise.show_solution()
     beginning = (
-        '"""torchrun ' if isinstance(exercise.solution, Path) else r"((from|import) .*\n)*\n*(def _\w+\(|class _\w+:)"
+        '"""torchrun '
+        if isinstance(exercise.solution, Path)
+        else r"((from|import) .*\n)*\n*(def [a-z]\w+\(|class [A-Z]\w+\b)"
     )
     assert re.match(beginning, capsys.readouterr().out)
 
@@ -142,7 +144,7 @@ def test_a_solution_is_shown_without_types_and_with_comments(capsys):
 
     Exercise("", str, _longer, {}, ()).show_solution()
     assert capsys.readouterr().out.splitlines() == [
-        "def _longer(",
+        "def longer(",
         "    ranks,",
         "    of,  # this stays",
         "):",
@@ -168,6 +170,8 @@ def test_a_solution_as_shown_can_be_pasted_into_its_notebook(name, capsys, monke
     if not isinstance(EXERCISES[name].solution, Path):  # a script has imports of its own
         exec(solution, vars(notebook))
         assert globals_in(solution) <= vars(notebook).keys() | vars(builtins).keys()
+        [checked] = re.findall(rf"\b{name.partition('.')[2]}\.check\((\w+)\)", "\n".join(cells))
+        assert checked in vars(notebook), f"the notebook's cell checks {checked}, which the solution does not define"
 
 
 def test_a_solution_is_shown_with_the_imports_that_the_notebook_lacks(capsys, monkeypatch):
@@ -175,12 +179,34 @@ def test_a_solution_is_shown_with_the_imports_that_the_notebook_lacks(capsys, mo
     monkeypatch.setitem(sys.modules, "__main__", notebook)
     EXERCISES["plain_torch.ragged_step"].show_solution()
     lacking = ["from contextlib import nullcontext", "import torch", "import torch.distributed as dist"]
-    lacking += ["from torch import nn", "from torch.nn import functional as F", "", "", "def _ragged_step("]
+    lacking += ["from torch import nn", "from torch.nn import functional as F", "", "", "def ragged_step("]
     shown = capsys.readouterr().out.splitlines()
     assert [line[:16] for line in shown[:8]] == [line[:16] for line in lacking]
     exec("from contextlib import nullcontext\nimport torch\nfrom torch import nn", vars(notebook))
     EXERCISES["plain_torch.ragged_step"].show_solution()
     assert capsys.readouterr().out.startswith(f"{lacking[2]}\n{lacking[4]}\n\n\ndef ")
+
+
+def test_in_a_notebook_a_check_shows_the_task_beside_the_verdict(capsys, monkeypatch):
+    shown = []
+    monkeypatch.setattr("ddp_tutorial.exercises.in_notebook", lambda: True)
+    monkeypatch.setattr("IPython.display.display", shown.append)
+    exercise = Exercise("deal(n): return a list", lambda answer: answer(), str, {}, ())
+    long_line = "  " + "word " * 30
+
+    def wrong():
+        raise WrongAnswerError(f"2 < 3\n{long_line}")
+
+    exercise.check(lambda: "Well done.")
+    exercise.check(wrong)
+    right, not_yet = shown
+    assert capsys.readouterr().out == ""
+    assert repr(right) == "Right. Well done."
+    assert repr(not_yet).startswith("Not yet. 2 < 3\n  word word")
+    assert max(map(len, repr(not_yet).splitlines())) <= 95
+    assert "deal(n): return a list" in right._repr_html_()
+    assert "deal(n): return a list" in not_yet._repr_html_()
+    assert "2 &lt; 3" in not_yet._repr_html_()
 
 
 def test_a_check_explains_and_never_raises(capsys):

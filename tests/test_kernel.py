@@ -91,6 +91,23 @@ def test_progress_is_an_html_bar_that_is_not_saved_with_a_notebook(kernel):
     assert cell.outputs == []
 
 
+def test_a_person_sees_what_the_ranks_do_while_they_run(kernel):
+    said = kernel.run(
+        "import time\n"
+        "from ddp_tutorial import launch\n"
+        "def work(world):\n"
+        "    print('a line', flush=True)\n"
+        "    time.sleep(1)\n"
+        "launch(work, 2, device='cpu')\n",
+        person=True,
+    )
+    texts = [data["text/plain"] for data, _ in said["updates"]]
+    assert texts[0].startswith("starting 2 ranks, ")
+    assert any(text.startswith("running, ") and "[rank 1] a line" in text for text in texts)
+    assert texts[-1] == ""
+    assert said["printed"] == "[rank 0] a line\n[rank 1] a line\n"
+
+
 def test_a_hidden_cell_stays_hidden():
     hidden = {"source_hidden": True}
     cell = new_code_cell("assert True", metadata={"jupyter": hidden, "collapsed": True})

@@ -54,9 +54,9 @@ def test_a_kernel_distinguishes_a_person_from_nbval_and_papermill(workdir: Path)
     check = "exercises.deal_samples.check(exercises.deal_samples.solution)"
     kernel = Kernel(workdir)
     try:
-        assert kernel.run(code + check)["printed"].startswith("Right. ")
+        assert kernel.run(code + check)["shown"][0]["text/plain"].startswith("Right. ")
         assert list(workdir.iterdir()) == []
-        assert kernel.run(check, person=True)["printed"].startswith("Right. ")
+        assert kernel.run(check, person=True)["shown"][0]["text/plain"].startswith("Right. ")
         assert (workdir / passed.FILE).read_text() == "quickstart.deal_samples\n"
         assert "[x] deal_samples" in kernel.run("progress()")["result"]
     finally:

@@ -279,6 +279,59 @@ def test_a_notebook_shows_lines_at_the_end_grouped_by_rank(capsys):
     ]
 
 
+class Area:
+    """A display that records its updates as (text, HTML)."""
+
+    def __init__(self):
+        self.updates = []
+
+    def update(self, bundle, *, raw, metadata):
+        assert raw
+        assert metadata == console.PROGRESS
+        self.updates.append((bundle["text/plain"], bundle["text/html"]))
+
+
+@pytest.fixture
+def area(monkeypatch):
+    shown = Area()
+    monkeypatch.setattr("IPython.display.display", lambda bundle, **options: shown)
+    monkeypatch.setattr(console, "LIVE_SECONDS", 0.0)
+    monkeypatch.setattr(console, "REFRESH_SECONDS", 0.0)
+    return shown
+
+
+def test_a_person_sees_a_live_area_until_the_ranks_have_exited(area, monkeypatch, capsys):
+    monkeypatch.setattr(console, "a_person_is_there", lambda: True)
+    notebook = NotebookConsole()
+    notebook.status("starting 2 ranks")
+    assert area.updates[-1][0] == "starting 2 ranks, 0 s"
+    notebook.status("running")
+    log = RankLog(1, notebook.line)
+    log.feed(b"1\n2\n3\n<4>\n")
+    assert area.updates[-1][0] == "running, 0 s\n[rank 1] 2\n[rank 1] 3\n[rank 1] <4>"
+    assert "[rank 1] &lt;4&gt;" in area.updates[-1][1]
+    notebook.progress(1, 10, {"loss": 2.0})
+    assert area.updates[-1][0].startswith("1/10  loss 2\nrunning, 0 s\n")
+    assert capsys.readouterr().out == ""
+    notebook.close([log])
+    assert area.updates[-1][0] == "1/10  loss 2"
+    assert capsys.readouterr().out.splitlines()[-1] == "[rank 1] <4>"
+    drawn = len(area.updates)
+    notebook.tick()
+    assert len(area.updates) == drawn
+
+
+def test_a_program_sees_no_live_area_but_the_progress_bar(area):
+    notebook = NotebookConsole()
+    notebook.status("starting 2 ranks")
+    notebook.line(0, "a line")
+    notebook.tick()
+    assert area.updates == []
+    notebook.progress(1, 10, {"loss": 2.0})
+    notebook.close([])
+    assert [text for text, _ in area.updates] == ["1/10  loss 2"]
+
+
 def test_a_notebook_reports_the_number_of_dropped_lines(capsys, monkeypatch):
     monkeypatch.setattr(console, "KEPT_LINES", 2)
     log = RankLog(1, lambda rank, line: None)

@@ -17,9 +17,11 @@ module named after it. `progress()` shows which exercises you have passed.
 import ast
 import builtins
 import dis
+import html
 import importlib
 import inspect
 import pkgutil
+import re
 import signal
 import sys
 import textwrap
@@ -35,6 +37,7 @@ from typing import Any
 import torch
 
 from ddp_tutorial.exercises.passed import Progress, progress_in, remember
+from ddp_tutorial.processes.console import in_notebook
 from ddp_tutorial.processes.errors import RankError, RankTimeoutError
 from ddp_tutorial.processes.launcher import launch
 from ddp_tutorial.processes.spawn import rename_cells
@@ -71,12 +74,17 @@ class Exercise:
     hints_given: int = 0
 
     def check(self, answer: Answer | Path) -> None:
-        """Print whether `answer` is right, and if not, why.
+        """Show whether `answer` is right, and if not, why. A notebook shows the task as well.
 
         A wrong answer raises no error. A right answer is recorded for `progress` if a person ran the cell.
         """
         right, verdict = self.verdict(answer)
-        print(verdict)
+        if in_notebook():
+            from IPython.display import display
+
+            display(Card(self.task, verdict, self.name.rpartition(".")[2]))
+        else:
+            print(verdict)
         if right and self.name:
             remember(self.name)
 
@@ -125,7 +133,45 @@ class Exercise:
             source = textwrap.dedent(inspect.getsource(self.solution))
         source = without_annotations(source.rstrip())
         lacking = imports_for(source, self.solution) if not isinstance(self.solution, Path) else []
+        if private := re.match(r"(?:def|class) (_\w+)", source):  # the learner's function has no underscore
+            source = re.sub(rf"\b{private[1]}\b", private[1].lstrip("_"), source)
         print("\n\n\n".join(["\n".join(lacking), source] if lacking else [source]))
+
+
+@dataclass(frozen=True)
+class Card:
+    """The result of a check as a notebook shows it: the task, the verdict, and how to get help.
+
+    Attributes:
+        task: What to write.
+        verdict: Whether the answer is right, and if not, why.
+        name: The exercise's variable in its module, or "".
+    """
+
+    task: str
+    verdict: str
+    name: str
+
+    def __repr__(self) -> str:
+        """Return the verdict, with its lines wrapped at 95 columns."""
+        lines = self.verdict.split("\n")
+        return "\n".join(textwrap.fill(line, 95, subsequent_indent=_indent(line)) for line in lines)
+
+    def _repr_html_(self) -> str:
+        status, _, text = self.verdict.partition(". ")
+        color = {"Right": "#2a9d5c", "Not yet": "#d1603d"}.get(status, "#5b7fb5")
+        help_calls = f"<code>exercises.{self.name}.hint()</code>, <code>exercises.{self.name}.show_solution()</code>"
+        parts = [f"<p><b>Task.</b> {html.escape(self.task)}</p>"]
+        if status != "Your turn":
+            style = "white-space: pre-wrap; overflow-wrap: anywhere; font-size: inherit"
+            parts.append(f'<pre style="{style}"><b style="color: {color}">{status}.</b> {html.escape(text)}</pre>')
+        if self.name and status != "Right":
+            parts.append(f'<p style="opacity: 0.7">Help: {help_calls}</p>')
+        return f'<div style="border-left: 4px solid {color}; padding-left: 12px">{"".join(parts)}</div>'
+
+
+def _indent(line: str) -> str:
+    return line[: len(line) - len(line.lstrip())]
 
 
 class _EndlessError(BaseException):

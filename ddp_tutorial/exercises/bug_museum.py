@@ -52,7 +52,7 @@ def _apart(result: Any, wanted: Result) -> str:
 # ----------------------------------------------------------------------------------------------- 1. the end of an epoch
 
 
-def _train(world: World, accumulate: int = 2) -> Result:
+def _repaired(world: World, accumulate: int = 2) -> Result:
     model = ddp()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     batches = loader(world, 8 // accumulate, samples=20)
@@ -69,7 +69,7 @@ def _train(world: World, accumulate: int = 2) -> Result:
 
 def _test_train(answer: Answer) -> str:
     def compared(world: World, accumulate: int = 2) -> Result:
-        said = _apart(answer(world, accumulate), _train(world, accumulate))
+        said = _apart(answer(world, accumulate), _repaired(world, accumulate))
         expect(not said, said)
         return {}
 
@@ -124,7 +124,7 @@ train = Exercise(
         "does. The last step of an epoch has fewer micro-batches than the other steps."
     ),
     test=_test_train,
-    solution=_train,
+    solution=_repaired,
     wrong={
         "is the broken program": _training(lambda i, k, n: k, stepping=lambda i, k, n: (i + 1) % k == 0),
         "steps at the end, but divides by too many micro-batches": _training(lambda i, k, n: k, stepping=_at_the_end),

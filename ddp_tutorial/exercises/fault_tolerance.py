@@ -85,7 +85,7 @@ def _test_goodput(answer: Answer) -> str:
     return "The goodput counts every step of the final run once, and the seconds of all attempts."
 
 
-def _goodput(lives: list[tuple[int, int, float]], step_seconds: float) -> float:
+def _goodput_of(lives: list[tuple[int, int, float]], step_seconds: float) -> float:
     last = lives[-1][1]
     return last * step_seconds / sum(seconds for _, _, seconds in lives)
 
@@ -110,7 +110,7 @@ def _without_starting(lives: list[tuple[int, int, float]], step_seconds: float) 
 goodput = Exercise(
     task="goodput_of(lives, step_seconds): return the fraction (0 to 1) of all seconds spent on steps that were kept.",
     test=_test_goodput,
-    solution=_goodput,
+    solution=_goodput_of,
     wrong={
         "counts lost steps": _counts_lost_steps,
         "uses the last attempt only": _last_life_only,

@@ -12,19 +12,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ddp_tutorial.files import RUNS
-from ddp_tutorial.processes.console import ipython_shell
+from ddp_tutorial.processes.console import a_person_is_there
 
 FILE = RUNS / "exercises.txt"  # relative to the working directory of the notebook's kernel
-
-
-def a_person_is_there() -> bool:
-    """Return whether a person ran this cell.
-
-    With each cell, a front end such as JupyterLab reports that it can ask its user for input. Programs that execute
-    notebooks report that they cannot. Without a kernel, as in a script, the result is False.
-    """
-    kernel = getattr(ipython_shell(), "kernel", None)
-    return kernel is not None and bool(kernel.get_parent().get("content", {}).get("allow_stdin"))
 
 
 def read_passed() -> set[str]:

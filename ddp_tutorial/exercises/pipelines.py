@@ -79,7 +79,7 @@ def _run_it(world: World, table: Table) -> None:
         expect(torch.equal(got, right), "On real ranks, the gradient differs from that of one process.")
 
 
-def _order(stage: int, stages: int, micro_batches: int) -> list[tuple[str, int]]:
+def _order_of_1f1b(stage: int, stages: int, micro_batches: int) -> list[tuple[str, int]]:
     ahead = min(stages - 1 - stage, micro_batches)
     row = [("F", m) for m in range(ahead)]
     for m in range(micro_batches):
@@ -121,12 +121,12 @@ def _backward_first(stage: int, stages: int, micro_batches: int) -> list[tuple[s
 
 
 def _no_cool_down(stage: int, stages: int, micro_batches: int) -> list[tuple[str, int]]:
-    row = _order(stage, stages, micro_batches)
+    row = _order_of_1f1b(stage, stages, micro_batches)
     return row[: len(row) - (stages - 1 - stage)]
 
 
 def _counts_from_the_other_end(stage: int, stages: int, micro_batches: int) -> list[tuple[str, int]]:
-    return _order(stages - 1 - stage, stages, micro_batches)
+    return _order_of_1f1b(stages - 1 - stage, stages, micro_batches)
 
 
 order_of_1f1b = Exercise(
@@ -135,7 +135,7 @@ order_of_1f1b = Exercise(
         "list of ('F', m) and ('B', m) for the forward and backward pass of micro-batch m."
     ),
     test=_test_order,
-    solution=_order,
+    solution=_order_of_1f1b,
     wrong={
         "runs all forward passes first": _all_forwards_first,
         "runs no forward pass ahead": _nobody_ahead,
@@ -163,7 +163,7 @@ def _test_fewest(answer: Answer) -> str:
         got = answer(stages, at_most)
         if isinstance(got, bool) or not isinstance(got, (int, float)) or got != int(got) or got < 1:
             raise WrongAnswerError(f"The result must be an integer of at least 1, got {got!r}.")
-        right = _fewest(stages, at_most)
+        right = _fewest_micro_batches(stages, at_most)
         there = simulate(one_f_one_b(stages, right)).bubble
         reached = (stages - 1) / (int(got) + stages - 1)
         expect(
@@ -174,7 +174,7 @@ def _test_fewest(answer: Answer) -> str:
     return "A bubble of 20 % needs about four times as many micro-batches as stages."
 
 
-def _fewest(stages: int, at_most: float) -> int:
+def _fewest_micro_batches(stages: int, at_most: float) -> int:
     micro_batches = 1
     while (stages - 1) / (micro_batches + stages - 1) > at_most + 1e-9:
         micro_batches += 1
@@ -190,7 +190,7 @@ def _counts_itself(stages: int, at_most: float) -> int:
 
 
 def _one_too_few(stages: int, at_most: float) -> int:
-    return max(1, _fewest(stages, at_most) - 1)
+    return max(1, _fewest_micro_batches(stages, at_most) - 1)
 
 
 def _as_many_as_stages(stages: int, at_most: float) -> int:
@@ -203,7 +203,7 @@ fewest_micro_batches = Exercise(
         "bubble is at most the fraction `at_most` of all ranks' time. All stages take the same time."
     ),
     test=_test_fewest,
-    solution=_fewest,
+    solution=_fewest_micro_batches,
     wrong={
         "divides by the busy time": _over_what_is_busy,
         "counts the stage itself as waiting time": _counts_itself,
@@ -255,7 +255,7 @@ def _dearest(costs: Sequence[float], begins: Sequence[int]) -> float:
     return max(sum(costs[a:b]) for a, b in zip([0, *begins], ends, strict=True))
 
 
-def _cut(costs: Sequence[float], stages: int) -> list[int]:
+def _cut_evenly(costs: Sequence[float], stages: int) -> list[int]:
     def cuts(after: int, count: int) -> list[list[int]]:
         if count == 0:
             return [[]]
@@ -285,7 +285,7 @@ def _fills_up_to_the_mean(costs: Sequence[float], stages: int) -> list[int]:
 
 
 def _gives_ends(costs: Sequence[float], stages: int) -> list[int]:
-    return [*_cut(costs, stages), len(costs)]
+    return [*_cut_evenly(costs, stages), len(costs)]
 
 
 def _may_be_empty(costs: Sequence[float], stages: int) -> list[int]:
@@ -298,7 +298,7 @@ cut_evenly = Exercise(
         "that the most expensive stage is as cheap as possible. Modules keep their order, and no stage is empty."
     ),
     test=_test_cut,
-    solution=_cut,
+    solution=_cut_evenly,
     wrong={
         "gives each stage the same number of modules": _as_many_modules_each,
         "fills each stage up to the mean": _fills_up_to_the_mean,

@@ -68,7 +68,7 @@ def _why(rows: Sequence[Timing], got: float) -> str:
     return next((f" Hint: {reason}." for wrong, reason in reasons.items() if abs(wrong(rows) - got) < 1e-6), "")
 
 
-def _speed_up(rows: Sequence[Timing]) -> float:
+def _fair_speed_up(rows: Sequence[Timing]) -> float:
     def rate(row: Timing) -> float:
         return row.batch * row.steps / (row.seconds - row.evaluating)
 
@@ -106,7 +106,7 @@ def _ratio_of_seconds(rows: Sequence[Timing]) -> float:
 
 
 def _efficiency(rows: Sequence[Timing]) -> float:
-    return _speed_up(rows) / 2
+    return _fair_speed_up(rows) / 2
 
 
 fair_speed_up = Exercise(
@@ -116,7 +116,7 @@ fair_speed_up = Exercise(
         "part of the seconds spent on evaluation)."
     ),
     test=_test_speed_up,
-    solution=_speed_up,
+    solution=_fair_speed_up,
     wrong={
         "compares with the first row of one process": _against_the_first,
         "includes the evaluation time": _with_evaluation,

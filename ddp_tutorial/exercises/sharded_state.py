@@ -51,7 +51,7 @@ def _test_fits(answer: Answer) -> str:
     return "This is a computed lower bound; activations and temporarily gathered parameters need additional memory."
 
 
-def _fits(parameters: int, ranks: int, there: int) -> str | None:
+def _first_that_fits(parameters: int, ranks: int, there: int) -> str | None:
     for name, divided in {"ddp": "", "zero1": "o", "zero2": "og", "zero3": "ogw"}.items():
         sizes = {"w": 4, "g": 4, "o": 8}
         if parameters * sum(size / (ranks if part in divided else 1) for part, size in sizes.items()) <= there:
@@ -91,7 +91,7 @@ first_that_fits = Exercise(
         "parameters, gradients and Adam's state, all in float32, fit into `there` bytes per rank, or None if none fits."
     ),
     test=_test_fits,
-    solution=_fits,
+    solution=_first_that_fits,
     wrong={
         "forgets the optimizer's state": _without_averages,
         "shards the gradients before the optimizer's state": _gradients_first,
@@ -217,7 +217,7 @@ reduce_scatter = Exercise(
 
 def _test_sharded(answer: Answer) -> str:
     for size in (2, 3):
-        on_ranks(_sharded_module, size, answer, stuck="Your sharded module did not return.", timeout=60)
+        on_ranks(_check_sharded_module, size, answer, stuck="Your sharded module did not return.", timeout=60)
     return "The gradients are those of one process, and between uses, no rank holds more than its piece."
 
 
@@ -226,7 +226,7 @@ def _module() -> nn.Module:
     return nn.Sequential(nn.Linear(31, 300), nn.GELU(), nn.LayerNorm(300), nn.Linear(300, 31))
 
 
-def _sharded_module(world: World, answer: Answer) -> None:
+def _check_sharded_module(world: World, answer: Answer) -> None:
     truth, generator = _module(), torch.Generator().manual_seed(0)
     sizes = [parameter.numel() for parameter in truth.parameters()]
     each, whole = -(-sum(sizes) // world.size), 4 * sum(sizes)
@@ -317,7 +317,7 @@ def _expect_gradients(
     expect(torch.allclose(of_x, all_x[world.rank], atol=1e-4), f"The gradient of the input on {where} is wrong.")
 
 
-def _sharded(module: nn.Module, world: World) -> tuple[nn.Parameter, Callable[[torch.Tensor], torch.Tensor]]:
+def _sharded_module(module: nn.Module, world: World) -> tuple[nn.Parameter, Callable[[torch.Tensor], torch.Tensor]]:
     shapes = {name: parameter.shape for name, parameter in module.named_parameters()}
     sizes = [shape.numel() for shape in shapes.values()]
     flat = torch.cat([parameter.detach().flatten() for parameter in module.parameters()])
@@ -441,7 +441,7 @@ sharded_module = Exercise(
         "and backward, a rank holds only its piece."
     ),
     test=_test_sharded,
-    solution=_sharded,
+    solution=_sharded_module,
     wrong={
         "lets autograd keep the gathered parameters": _with(keeps="autograd"),
         "keeps the gathered parameters for backward": _with(keeps="whole"),

@@ -172,7 +172,7 @@ def _test_outer(answer: Answer) -> str:
         start, velocity = torch.randn(3, generator=draw), torch.zeros(3)
         for number in range(3):
             mean = start + torch.randn(3, generator=draw)
-            right = _outer_step(start, mean, velocity, rate, momentum)
+            right = _my_outer_step(start, mean, velocity, rate, momentum)
             given = [each.clone() for each in (start, mean, velocity)]
             got = answer(*given, rate, momentum)
             if not (isinstance(got, tuple) and len(got) == 2 and all(map(torch.is_tensor, got))):
@@ -189,7 +189,7 @@ def _test_outer(answer: Answer) -> str:
     return "A learning rate of 1 without momentum gives local SGD; 0.7 with momentum 0.9 gives DiLoCo as in the paper."
 
 
-def _outer_step(
+def _my_outer_step(
     start: torch.Tensor, mean: torch.Tensor, velocity: torch.Tensor, learning_rate: float, momentum: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
     difference = start - mean
@@ -198,7 +198,7 @@ def _outer_step(
 
 
 def _uphill(start: Any, mean: Any, velocity: Any, learning_rate: float, momentum: float) -> Any:
-    return _outer_step(start, 2 * start - mean, velocity, learning_rate, momentum)
+    return _my_outer_step(start, 2 * start - mean, velocity, learning_rate, momentum)
 
 
 def _heavy_ball(start: Any, mean: Any, velocity: Any, learning_rate: float, momentum: float) -> Any:
@@ -207,12 +207,12 @@ def _heavy_ball(start: Any, mean: Any, velocity: Any, learning_rate: float, mome
 
 
 def _from_the_mean(start: Any, mean: Any, velocity: Any, learning_rate: float, momentum: float) -> Any:
-    weights, velocity = _outer_step(start, mean, velocity, learning_rate, momentum)
+    weights, velocity = _my_outer_step(start, mean, velocity, learning_rate, momentum)
     return weights - start + mean, velocity
 
 
 def _forgets_velocity(start: Any, mean: Any, velocity: Any, learning_rate: float, momentum: float) -> Any:
-    return _outer_step(start, mean, torch.zeros_like(start), learning_rate, momentum)
+    return _my_outer_step(start, mean, torch.zeros_like(start), learning_rate, momentum)
 
 
 def _old_velocity(start: Any, mean: Any, velocity: Any, learning_rate: float, momentum: float) -> Any:
@@ -228,7 +228,7 @@ outer_step = Exercise(
         "weights of the next round and the new velocity: SGD with Nesterov momentum, whose gradient is start - mean."
     ),
     test=_test_outer,
-    solution=_outer_step,
+    solution=_my_outer_step,
     wrong={
         "moves away from the mean": _uphill,
         "uses plain momentum": _heavy_ball,

@@ -11,7 +11,7 @@ import signal
 import threading
 import time
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from typing import Any
 
 from ddp_tutorial.config import ConfigError
@@ -95,9 +95,11 @@ class Controller:
         console = make_console(self.echo)
         for each in self._workers:
             each.attach_console(console)
-        with _interrupts_recorded() as noted:
+        console.status(f"starting {self.n} ranks")
+        with closing(console), _interrupts_recorded() as noted:
             while not all(each.started or each.death for each in self._workers):
                 self._receive(LOOK_SECONDS)
+                console.tick()
                 if noted:
                     return  # the context manager raises the interrupt
             for each in self._workers:
@@ -215,6 +217,7 @@ class Controller:
             if now < look_at:
                 continue
             look_at = now + LOOK_SECONDS
+            workers[0].console.tick()
             busy = [each for each in workers if each.is_busy]
             someone_ended = len(busy) < len(workers)
             limit = min(ENDED_SECONDS, self.wait_timeout) if someone_ended else self.wait_timeout

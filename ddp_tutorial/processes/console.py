@@ -2,7 +2,7 @@
 
 In a terminal, each line appears as soon as a rank prints it, prefixed with the rank. In a notebook, the lines appear
 after the ranks have exited, grouped by rank. The output of a cell is then the same in every run, so a test can compare
-it, and no line appears under a different cell.
+it, and no line appears under a different cell. While the ranks run, a live area shows a person their last lines.
 """
 
 import base64
@@ -20,6 +20,12 @@ KEPT_LINES = 2_000
 LONGEST_LINE = 1 << 14
 # Seconds between two lines of progress if stderr is redirected to a file.
 PROGRESS_SECONDS = 10.0
+# Seconds before the live area of a notebook appears. Most cells of live ranks finish sooner.
+LIVE_SECONDS = 0.5
+# Minimum number of seconds between two updates of the live area.
+REFRESH_SECONDS = 0.2
+# Number of lines per rank in the live area.
+LIVE_LINES = 3
 # Metadata of the progress bar's output, so that a tool can remove the bar when it saves a notebook.
 PROGRESS = {"ddp_tutorial": "progress"}
 
@@ -98,6 +104,12 @@ class Console:
     def message(self, text: str) -> None:
         """Show one line from the launcher itself."""
 
+    def status(self, text: str) -> None:
+        """Show what the ranks are doing, such as "starting 2 ranks"."""
+
+    def tick(self) -> None:
+        """Update the elapsed time. Call this about once per second while the ranks run."""
+
     def progress(self, done: int, total: int, numbers: dict[str, Any]) -> None:
         """Show the progress that rank 0 reports.
 
@@ -110,7 +122,7 @@ class Console:
     def figure(self, rank: int, png: bytes) -> None:
         """Show a PNG image that a rank sent."""
 
-    def close(self, logs: Iterable[RankLog]) -> None:
+    def close(self, logs: Iterable[RankLog] = ()) -> None:
         """Finish the output after all ranks have exited."""
 
 
@@ -152,17 +164,19 @@ class TerminalConsole(Console):
         self.bar.set_postfix_str(describe(numbers), refresh=False)
         self.bar.update(done - self.bar.n)
 
-    def close(self, logs: Iterable[RankLog]) -> None:
+    def close(self, logs: Iterable[RankLog] = ()) -> None:
         """Close the progress bar."""
         if self.bar is not None:
             self.bar.close()
 
 
 class NotebookConsole(Console):
-    """Console that shows a progress bar while the ranks run, then their lines and figures, grouped by rank.
+    """Console that shows the ranks' lines and figures after the ranks have exited, grouped by rank.
 
-    The bar is plain HTML and not a widget. Jupyter does not save the state of a widget with the notebook, so a reopened
-    notebook would show an error in its place.
+    While the ranks run, it shows a progress bar. If a person runs the cell, it also shows a live area: the status, the
+    elapsed time and the last lines of each rank. Programs that execute notebooks get no live area, so that outputs stay
+    the same in every run. Both are plain HTML and not widgets. Jupyter does not save the state of a widget with the
+    notebook, so a reopened notebook would show an error in its place.
     """
 
     environment: ClassVar[dict[str, str]] = {"MPLBACKEND": "module://ddp_tutorial.processes.figures"}
@@ -171,29 +185,65 @@ class NotebookConsole(Console):
         """Create a console without lines and figures."""
         self.said: list[str] = []
         self.figures: list[tuple[int, bytes]] = []
-        self.bar: Any = None
+        self.area: Any = None  # the display of the bar and the live area
+        self.bar: tuple[str, str] | None = None  # the progress as text and as HTML
+        self.is_live = a_person_is_there()
+        self.now = "running"
+        self.last_lines: dict[int, deque[str]] = {}
+        self.created = self.drawn = time.monotonic()
+
+    def line(self, rank: int, text: str) -> None:
+        """Show a line in the live area."""
+        self.last_lines.setdefault(rank, deque(maxlen=LIVE_LINES)).append(text)
+        self.tick()
 
     def message(self, text: str) -> None:
         """Keep a line of the launcher until `close` prints it."""
         self.said.append(text)
 
+    def status(self, text: str) -> None:
+        """Show the status in the live area."""
+        self.now = text
+        self.tick()
+
+    def tick(self) -> None:
+        """Draw the live area, unless it was drawn a moment ago."""
+        now = time.monotonic()
+        if self.is_live and now - self.created >= LIVE_SECONDS and now - self.drawn >= REFRESH_SECONDS:
+            self._draw(live=True)
+
     def progress(self, done: int, total: int, numbers: dict[str, Any]) -> None:
         """Update the progress bar. The first call displays it."""
-        if self.bar is None:
+        text = f"{done}/{total}  {describe(numbers)}"
+        self.bar = text, f'<progress value="{done}" max="{total}"></progress> {html.escape(text)}'
+        self._draw(live=self.is_live)
+
+    def _draw(self, *, live: bool) -> None:
+        """Draw the bar, if there is one, and with `live` the live area below it."""
+        if self.area is None:
             from IPython.display import display
 
             # The first display is empty, because nbval compares it but ignores later updates.
-            self.bar = display({}, raw=True, display_id=True)
-        text = f"{done}/{total}  {describe(numbers)}"
-        bar = f'<progress value="{done}" max="{total}"></progress> {html.escape(text)}'
-        self.bar.update({"text/plain": text, "text/html": bar}, raw=True, metadata=PROGRESS)
+            self.area = display({}, raw=True, display_id=True)
+        self.drawn = time.monotonic()
+        text, markup = self.bar or ("", "")
+        if live:
+            lines = [f"{self.now}, {self.drawn - self.created:.0f} s"]
+            lines += [f"[rank {rank}] {line}" for rank in sorted(self.last_lines) for line in self.last_lines[rank]]
+            text = "\n".join([*filter(None, [text]), *lines])
+            shown = html.escape("\n".join(lines))
+            markup += f'<pre style="opacity: 0.6; white-space: pre-wrap; overflow-wrap: anywhere">{shown}</pre>'
+        self.area.update({"text/plain": text, "text/html": markup}, raw=True, metadata=PROGRESS)
 
     def figure(self, rank: int, png: bytes) -> None:
         """Keep a figure until `close` displays it."""
         self.figures.append((rank, png))
 
-    def close(self, logs: Iterable[RankLog]) -> None:
-        """Print the launcher's messages and the ranks' lines, then display the figures in rank order."""
+    def close(self, logs: Iterable[RankLog] = ()) -> None:
+        """Remove the live area, print the messages and the ranks' lines, then display the figures in rank order."""
+        if self.is_live and self.area is not None:
+            self._draw(live=False)
+        self.is_live = False
         lines = list(self.said)
         for log in logs:
             if log.dropped:
@@ -227,6 +277,16 @@ def in_notebook() -> bool:
     IPython in a terminal is not a Jupyter kernel.
     """
     return getattr(ipython_shell(), "kernel", None) is not None
+
+
+def a_person_is_there() -> bool:
+    """Return whether a person ran this cell.
+
+    With each cell, a front end such as JupyterLab reports that it can ask its user for input. Programs that execute
+    notebooks report that they cannot. Without a kernel, as in a script, the result is False.
+    """
+    kernel = getattr(ipython_shell(), "kernel", None)
+    return kernel is not None and bool(kernel.get_parent().get("content", {}).get("allow_stdin"))
 
 
 def ipython_shell() -> Any:

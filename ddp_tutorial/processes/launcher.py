@@ -76,6 +76,8 @@ GRACE_SECONDS = 0.3
 RANK_ZERO_SECONDS = 5.0
 # Seconds that ranks may take to start, in addition to the timeout. Importing torch is slow on a busy machine.
 START_SECONDS = 120.0
+# Seconds between two updates of the elapsed time that the console shows.
+TICK_SECONDS = 1.0
 # Seconds that ranks have to report their stacks after a timeout.
 REPORT_SECONDS = 2.0
 # Number of 64 KiB reads from the output pipe of a rank that has exited. A pipe holds 64 KiB on Linux, so more output
@@ -294,6 +296,7 @@ class _Ranks:
         self, call: bytes, script: Script | None, device: str, backend: str, collective_timeout: float, threads: int
     ) -> None:
         """Start the ranks, and register their pipes and exits with the selector."""
+        self.console.status("starting one rank" if self.nprocs == 1 else f"starting {self.nprocs} ranks")
         self.store = store = loopback_store(self.nprocs)  # kept open for as long as the ranks run
         environ = {**rank_environment(self.nprocs, threads, store.port if store else 0), MARK: self.mark}
         environ |= self.console.environment
@@ -419,12 +422,13 @@ class _Ranks:
         return [rank for rank in self.ranks if rank.exit_code is None]
 
     def _listen_until(self, deadline: float | None) -> bool:
-        """Wait for events, and handle them. Return false if the deadline has passed."""
-        remaining = None if deadline is None else deadline - time.monotonic()
-        if remaining is not None and remaining <= 0:
+        """Wait for events for at most a second, and handle them. Return false if the deadline has passed."""
+        remaining = TICK_SECONDS if deadline is None else min(TICK_SECONDS, deadline - time.monotonic())
+        if remaining <= 0:
             return False
         for key, _ in self.selector.select(remaining):
             key.data()
+        self.console.tick()
         return True
 
     def _read_output(self, rank: _Rank) -> bool:
@@ -436,6 +440,8 @@ class _Ranks:
             match kind:
                 case "started":
                     rank.started = True
+                    if all(each.started for each in self.ranks):
+                        self.console.status("running")
                 case "progress" if rank.rank == 0:
                     self.console.progress(*content)
                 case "figure":
