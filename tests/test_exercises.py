@@ -3,7 +3,6 @@
 import ast
 import builtins
 import importlib
-import json
 import pkgutil
 import re
 import signal
@@ -19,7 +18,7 @@ import torch
 import ddp_tutorial.exercises
 from ddp_tutorial.ddp.config import DDPConfig
 from ddp_tutorial.ddp.wrappers import data_parallel
-from ddp_tutorial.exercises import Exercise, WrongAnswerError, expect, globals_in
+from ddp_tutorial.exercises import Card, Exercise, WrongAnswerError, expect, globals_in
 from ddp_tutorial.experiments.notebooks import find_notebooks
 from ddp_tutorial.processes.launcher import launch
 
@@ -267,7 +266,13 @@ def test_every_teaching_notebook_has_exercises_and_checks_all_of_them():
             own = [name.partition(".")[2] for name in EXERCISES if name.startswith(f"{match[1] or match[2]}.")]
             assert len(own) >= 2, f"{path.stem} has no exercises"
             for name in own:
-                assert f"exercises.{name}.check(" in path.read_text(), f"{path.stem} does not check {name}"
+                cells = nbformat.read(path, as_version=4).cells
+                shown = [cell.outputs[-1].data for cell in cells if f"exercises.{name}.check(" in cell.source]
+                assert len(shown) == 1, f"{path.stem} does not check {name} once"
                 task = EXERCISES[f"{match[1] or match[2]}.{name}"].task
-                begun = "Not yet. " if name == "repair" else f"Your turn. {task}"  # the skeleton is a program with bugs
-                assert json.dumps(begun)[1:-1] in path.read_text(), f"{path.stem}: {name} is committed with an answer"
+                if name == "repair":  # the skeleton is a program with bugs
+                    assert shown[0]["text/plain"].startswith("Not yet. ")
+                else:
+                    card = Card(task, f"Your turn. {task}", name)
+                    assert shown[0]["text/plain"] == repr(card), f"{path.stem}: {name} is committed with an answer"
+                    assert shown[0]["text/html"] == card._repr_html_()

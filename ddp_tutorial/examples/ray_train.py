@@ -69,9 +69,7 @@ def work(asked: dict[str, Any]) -> None:
 def trainer(options: digits.Options, work: Callable[[dict[str, Any]], None] = work) -> TorchTrainer:
     """Return Ray's trainer of a run that can resume. Raises `ConfigError` if `options` do not allow it to."""
     if not options.name or not options.checkpoint.every or options.checkpoint.background:
-        raise ConfigError(
-            "a run on Ray must be resumable: set name= and checkpoint.every=, and disable background saves"
-        )
+        raise ConfigError("a Ray run must be resumable: set name= and checkpoint.every=, and disable background saves")
     kept = options.checkpoint.keep_last
     checkpoint = options.checkpoint.model_copy(update={"keep_last": ALL})
     options = options.model_copy(update={"resume": "auto", "checkpoint": checkpoint})
