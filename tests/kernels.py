@@ -3,6 +3,9 @@
 Importing torch in every rank of every launch takes more than half of a notebook's CPU time. `forked` describes how a
 forked rank differs from a spawned rank. Ranks are spawned, as for users, in the notebooks that a browser executes
 (test_browser.py) and in two notebooks that papermill executes (test_notebooks.py).
+
+A notebook measures, and another process on the machine can spoil a measurement. With `--failed-notebooks`, pytest
+executes again, from the first cell, the notebooks of which a cell failed the last time.
 """
 
 import sys
@@ -38,6 +41,18 @@ def forking_profile(folder: Path) -> dict[str, str]:
     startup.mkdir(parents=True, exist_ok=True)
     (startup / "fork_ranks.py").write_text(STARTUP.format(tests=str(Path(__file__).parent)))
     return {"IPYTHONDIR": str(folder), forked.LENT: forked.lent()}
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--failed-notebooks", action="store_true", help="execute the notebooks that failed last time")
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Ignore a notebook that did not fail last time, if the option says so."""
+    if not config.getoption("--failed-notebooks") or collection_path.suffix != ".ipynb":
+        return None
+    failed = {cell.split("::")[0] for cell in config.cache.get("cache/lastfailed", {})}
+    return str(collection_path.relative_to(config.rootpath)) not in failed
 
 
 def pytest_configure(config: pytest.Config) -> None:

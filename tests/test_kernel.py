@@ -2,9 +2,14 @@
 
 import base64
 import io
+import os
 import re
+import subprocess
+import sys
 import time
+from pathlib import Path
 
+import nbformat
 import psutil
 import pytest
 from nbformat.v4 import new_code_cell, new_notebook, new_output
@@ -13,6 +18,7 @@ from PIL import Image
 from ddp_tutorial.experiments.notebooks import tidy
 from kernel import Kernel
 
+ROOT = Path(__file__).parent.parent
 HANG = """
 import os, time
 from ddp_tutorial import launch
@@ -176,3 +182,23 @@ def test_ranks_exit_with_their_kernel(kernel, tmp_path, now):
     pids = pids_in(folder)
     kernel.manager.shutdown_kernel(now=now)
     assert gone(pids)
+
+
+def test_only_notebooks_that_failed_are_executed_again(tmp_path):
+    once = "from pathlib import Path; first = not Path('ran').exists(); Path('ran').touch()"
+    for name, sources in {"good": ["pass"], "flaky": [once, "assert not first"]}.items():
+        nbformat.write(new_notebook(cells=[new_code_cell(source) for source in sources]), tmp_path / f"{name}.ipynb")
+    (tmp_path / "pytest.ini").touch()  # makes the folder pytest's root, with a cache of its own
+
+    def run(options):
+        command = [sys.executable, "-m", "pytest", *f"-p tests.kernels --nbval --nbval-current-env {options}".split()]
+        environment = os.environ | {"PYTHONPATH": str(ROOT)}
+        return subprocess.run(
+            [*command, "."], cwd=tmp_path, env=environment, stdout=subprocess.PIPE, text=True, check=False
+        )
+
+    assert "1 failed, 2 passed" in run("").stdout
+    again = run("--failed-notebooks")
+    assert again.returncode == 0, again.stdout
+    assert "2 passed" in again.stdout
+    assert "good" not in again.stdout
