@@ -14,7 +14,7 @@ import subprocess
 import sys
 import time
 import types
-from itertools import count, product
+from itertools import chain, count, product
 from pathlib import Path
 from unittest import mock
 
@@ -270,6 +270,12 @@ def code_of(path):
     return [cell for cell in nbformat.read(path, as_version=4).cells if cell.cell_type == "code"]
 
 
+def imported(number):
+    script = types.ModuleType("train")
+    exec(compile(course.script(number), "train.py", "exec"), vars(script))
+    return script
+
+
 def train(folder, nprocs, name, *options, script="train.py"):
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={nprocs}", script]
     command += [f"{name}.pt", f"--data={DATA}", "--steps=32", "--every=8", "--dropout=0.2", "--cpu", *options]
@@ -317,7 +323,7 @@ def test_a_stored_stage_is_the_edited_script(tmp_path, monkeypatch):
     assert course.script("99") == edited
     diff = course.Diff(course.script(LAST), edited)
     assert "+# &lt;end&gt;" in diff._repr_html_()
-    assert "-        loss = F.cross_entropy" in repr(diff)
+    assert re.search(r"^- +loss = F.cross_entropy", repr(diff), re.MULTILINE)
 
 
 def test_a_patch_that_does_not_fit_names_the_stage_and_the_lines():
@@ -408,8 +414,7 @@ def test_all_ranks_resume_when_only_rank_0_sees_the_checkpoint(tmp_path):
 
 @pytest.mark.parametrize("number", ["06", LAST])
 def test_on_gpus_a_rank_uses_the_gpu_of_its_local_rank_and_nccl(number, monkeypatch):
-    script = types.ModuleType("train")
-    exec(compile(course.script(number), "train.py", "exec"), vars(script))
+    script = imported(number)
     monkeypatch.setenv("RANK", "9")
     monkeypatch.setenv("LOCAL_RANK", "1")
     accelerator = mock.Mock(**{"current_accelerator.return_value": torch.device("cuda")})
@@ -421,9 +426,9 @@ def test_on_gpus_a_rank_uses_the_gpu_of_its_local_rank_and_nccl(number, monkeypa
         joined.assert_called_with("gloo", device_id=None)
 
 
-def test_the_batch_must_be_a_multiple_of_the_world_size():
-    script = types.ModuleType("train")
-    exec(compile(course.script(LAST), "train.py", "exec"), vars(script))
+@pytest.mark.parametrize("number", ["06", "07"])
+def test_the_batch_must_be_a_multiple_of_the_world_size_until_08(number):
+    script = imported(number)
     data, args = script.Digits(DATA / "held_out.parquet"), script.parse_args(["model.pt", "--workers=0"])
     with pytest.raises(ValueError, match="--batch must be a multiple of the world size, got 48 on 5 ranks"):
         script.make_loader(data, args, 0, 5)
@@ -434,6 +439,50 @@ def test_the_batch_must_be_a_multiple_of_the_world_size():
         assert torch.equal(torch.stack([each[1] for each in parts], 1).flatten(0, 1), digits)
 
 
+@pytest.mark.parametrize(("batch", "ranks"), [(48, 5), (50, 3), (359, 2), (357, 4)])
+def test_from_08_any_number_of_ranks_splits_each_batch_without_padding(batch, ranks):
+    script = imported(LAST)
+    data, args = script.Digits(DATA / "held_out.parquet"), script.parse_args(["model", f"--batch={batch}"])
+    samplers = [script.ResumableSampler(len(data), args.batch, rank, ranks) for rank in range(ranks)]
+    batches = list(script.ResumableSampler(len(data), args.batch, 0, 1))
+    assert sorted(chain(*batches)) == list(range(360))
+    assert [len(each) for each in batches] == [batch] * (360 // batch) + [360 % batch] * (360 % batch > 0)
+    for parts, samples in zip(zip(*samplers, strict=True), batches, strict=True):
+        assert sorted(chain(*parts)) == sorted(samples)
+        assert max(map(len, parts)) - min(map(len, parts)) <= 1
+    for sampler in samplers:
+        sampler.seek(len(batches) + 1)  # epoch 1, after its first batch
+        rest = list(sampler)
+        sampler.seek(len(batches))
+        assert [*sampler][1:] == rest
+
+
+def train_all_stages(world, folder):
+    """Train with each stage from 08, once with batches of any size and once with one whose last batch has 1 sample."""
+    weights = {}
+    if world.size == 1:  # launch initializes no group
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    for number, batch in product([each for each in STAGES if each >= "08"], (50, 718)):
+        script = imported(number)
+        made = []
+        script.make_parts = lambda *args, make=script.make_parts, made=made: made.append(make(*args)) or made[0]
+        args = [str(folder / f"{number}-{batch}-{world.size}"), f"--data={DATA}", "--steps=5", "--every=3", "--cpu"]
+        args += [f"--batch={batch}", f"--accumulate={4 - world.size}", "--workers=0"]
+        with mock.patch.object(dist, "init_process_group"):  # launch has initialized it
+            script.main(script.parse_args(args))
+        weights[number, batch] = made[0]["model"].state_dict()
+    return weights
+
+
+def test_each_stage_from_08_trains_like_one_process_on_ragged_batches(tmp_path):
+    options = {"device": "cpu", "threads": 1, "echo": False, "timeout": 100}
+    [alone] = launch(train_all_stages, 1, tmp_path, **options)
+    for ranks in 2, 3:
+        for trained, (run, expected) in product(launch(train_all_stages, ranks, tmp_path, **options), alone.items()):
+            for name, weight in expected.items():
+                torch.testing.assert_close(trained[run][name], weight, rtol=0, atol=1e-6)
+
+
 def slurm_job():
     """The sbatch file in the text of notebook 06."""
     cells = nbformat.read(NOTEBOOKS / "06_plain_torch.ipynb", as_version=4).cells
@@ -442,8 +491,7 @@ def slurm_job():
 
 
 def test_the_slurm_job_of_notebook_06_passes_valid_options():
-    script = types.ModuleType("train")
-    exec(compile(course.script("06"), "train.py", "exec"), vars(script))
+    script = imported("06")
     args = script.parse_args(shlex.split(slurm_job().partition("train.py")[2]))
     assert (args.batch, args.cpu) == (512, False)
 
