@@ -36,6 +36,7 @@ __all__ = [
     "abort_process_group",
     "after_backward",
     "argument_names",
+    "current_backward",
     "default_store",
     "flight_record",
     "group_ranks",
@@ -65,12 +66,20 @@ __all__ = [
 # --------------------------------------------------------------------------------------------------------- autograd
 
 
-def is_in_backward() -> bool:
-    """Return whether autograd is running a backward pass in this thread, for example while it recomputes activations.
+def current_backward() -> int | None:
+    """Return the number of the backward pass that autograd is running in this thread, or None.
+
+    Each backward pass has another number, also one that a reentrant activation checkpoint runs inside another.
 
     PyTorch has no public function for this. `torch.utils.checkpoint` uses the same private one. Fallback: none.
     """
-    return torch._C._current_graph_task_id() != -1
+    number = torch._C._current_graph_task_id()
+    return None if number == -1 else number
+
+
+def is_in_backward() -> bool:
+    """Return whether autograd is running a backward pass in this thread, for example to recompute activations."""
+    return current_backward() is not None
 
 
 def after_backward(callback: Callable[[], None]) -> None:

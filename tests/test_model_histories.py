@@ -154,23 +154,6 @@ NOT_RUN = [
     Pair(("zero2", "zero3"), "lbfgs", "ShardedGradients: for optimizers that treat each element by itself"),
 ]
 
-# Bugs that are not fixed yet. Such a pair does not run, except for its example, which has to fail.
-KNOWN_BUGS: list[Pair] = [
-    Pair(
-        ("zero2", "zero3"),
-        "gradient hook after wrapping",
-        "the hook runs after the gradient has been taken, and finds None",
-        one("wrap", "gradient hook", *STEP[1:]),
-    ),
-    Pair(
-        ("zero3",),
-        "layer in two reentrant checkpoints",
-        "the unit is freed after the first of its two backward passes",
-        one(*STEP, block=Block("layer in two reentrant checkpoints")),
-    ),
-]
-
-
 # The histories of past bugs.
 PAST = {
     "a gradient hook after wrapping": one("wrap", "gradient hook", "backward", "step", bucket_bytes=1),
@@ -203,7 +186,7 @@ def matches(pair: Pair, arm: str, history: History) -> bool:
 
 
 def is_run(arm: str, history: History) -> bool:
-    return not any(matches(pair, arm, history) for pair in [*NOT_RUN, *KNOWN_BUGS])
+    return not any(matches(pair, arm, history) for pair in NOT_RUN)
 
 
 def is_right(arm: str, history: History, ranks: Sequence[str]) -> bool:
@@ -230,7 +213,7 @@ def outcomes(size: int) -> dict[tuple[str, History], list[str]]:
     cases = [(arm, each) for each in drawn(size) for arm in ARMS if is_run(arm, each)]
     if size == 2:
         cases += [(arm, each) for each in PAST.values() for arm in ARMS if is_run(arm, each)]
-        cases += [(arm, pair.example) for pair in [*REFUSALS, *KNOWN_BUGS] if pair.example for arm in pair.arms]
+        cases += [(arm, pair.example) for pair in REFUSALS if pair.example for arm in pair.arms]
     cases = list(dict.fromkeys(cases))
     return dict(zip(cases, run(cases, size), strict=True))
 
@@ -293,13 +276,6 @@ def test_a_rejected_history_raises_the_documented_error_on_every_rank(pair: Pair
     for arm in pair.arms:
         ranks = outcomes(2)[arm, pair.example]
         assert is_refused(pair, ranks), report(arm, pair.example, ranks)
-
-
-@pytest.mark.xfail(strict=True, reason="see KNOWN_BUGS")
-@pytest.mark.parametrize(("arm", "pair"), [(arm, pair) for pair in KNOWN_BUGS for arm in pair.arms])
-def test_known_bugs_are_fixed(arm: str, pair: Pair) -> None:
-    assert pair.example is not None
-    assert is_right(arm, pair.example, outcomes(2)[arm, pair.example])
 
 
 # ------------------------------------------------------------------------------------------------- of the test itself

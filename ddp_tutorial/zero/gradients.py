@@ -12,12 +12,14 @@ An all-reduce is a reduce-scatter followed by an all-gather. ZeRO-2 runs the opt
 no more bytes than data parallelism. A gradient has its full size only until its bucket has been sent.
 """
 
+from collections.abc import Callable
 from functools import partial
-from weakref import WeakSet
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.autograd.graph import Node, get_gradient_edge
 
 from ddp_tutorial.config import ConfigError
 from ddp_tutorial.ddp.buckets import MIB, assign_buckets
@@ -78,10 +80,13 @@ class ShardedGradients:
         self.buckets = [Reduction(named, next(iter(named.values())).dtype, self.shards) for named in of_buckets]
         self.reductions = Reductions(self.buckets, world)
         module.register_forward_pre_hook(self._before_forward)
-        _in_use.add(self)
+        # The autograd node of a parameter calls its hooks after all hooks of the parameter, which may change the
+        # gradient. A parameter does not keep its node alive, and a node must not be copied with the module.
+        nodes = _in_use[self] = {name: get_gradient_edge(parameter).node for name, parameter in self.named.items()}
         for bucket in self.buckets:
             for index, name in enumerate(bucket.names):
-                self.named[name].register_post_accumulate_grad_hook(partial(self.reductions.arrive, bucket, index))
+                arrive = partial(self.reductions.arrive, bucket, index, self.named[name])
+                nodes[name].register_hook(partial(_call, arrive))
 
     def _before_forward(self, *_: object) -> None:
         require_frozen(self._frozen, "Unfreeze parameters before the model is sharded")
@@ -113,4 +118,9 @@ class ShardedGradients:
                 layout.unpack(rows, index, parameter.data)
 
 
-_in_use: WeakSet[ShardedGradients] = WeakSet()  # each entry exists as long as its module
+def _call(arrive: Callable[[], None], *_: object) -> None:
+    arrive()
+
+
+# The autograd nodes of the parameters, by name. Each entry exists as long as its module.
+_in_use: WeakKeyDictionary[ShardedGradients, dict[str, Node]] = WeakKeyDictionary()

@@ -20,18 +20,20 @@ Zhao et al., "PyTorch FSDP: Experiences on scaling fully sharded data parallel",
 """
 
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import fields, is_dataclass
 from functools import partial
 from typing import Any
+from weakref import WeakMethod
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.autograd.graph import Node, get_gradient_edge
 
 from ddp_tutorial.collectives import from_rank_zero
-from ddp_tutorial.compat import is_in_backward, tree_leaves, tree_map
+from ddp_tutorial.compat import current_backward, is_in_backward, tree_leaves, tree_map
 from ddp_tutorial.config import ConfigError
 from ddp_tutorial.ddp.wrappers import require_frozen, sync_initial_state
 from ddp_tutorial.groups import group_of
@@ -86,11 +88,14 @@ class Unit:
         self.wholes = [torch.empty(p.shape, dtype=self.dtype, device=shards.device) for p in self.parameters]
         self.trained = {name: parameter for name, parameter in named.items() if parameter.requires_grad}
         self.reduction = Reduction(self.trained, master, shards)
-        self.awaited = 0  # number of gradients that have not arrived since the last gather
+        self.reductions: Reductions  # of the model, set by the model
+        self._nodes: dict[str, Node] = {}
+        self._awaited = 0  # number of gradients that have not arrived since the last gather
         self.number = 0  # identifies the unit within its model, the same on all ranks
         for parameter in self.parameters:
             mark_as_piece(parameter)
-        self.is_whole = self.in_backward = False
+        self.is_whole = False
+        self.backward: int | None = None  # the backward pass that has reached this unit
         self._coming: tuple[torch.Tensor, dist.Work | None] | None = None
         self._gradients: list[torch.Tensor | None] = []  # of the pieces, while the parameters are full
         self.free()
@@ -122,7 +127,7 @@ class Unit:
         (rows, work), self._coming = self._coming, None
         if work is not None:
             work.wait()
-        self.awaited = len(self.trained)
+        self._awaited = len(self.trained)
         self._gradients = [parameter.grad for parameter in self.parameters]
         for index, (parameter, whole) in enumerate(zip(self.parameters, self.wholes, strict=True)):
             parameter.grad = None
@@ -130,6 +135,32 @@ class Unit:
             self.layout.unpack(rows, index, whole)
             parameter.data = whole
         self.is_whole = True
+        if not torch.is_inference_mode_enabled():
+            self._follow_gradients()
+
+    def _follow_gradients(self) -> None:
+        """Call `_arrive` when a gradient is final, after all hooks of the parameter, which may change the gradient.
+
+        The autograd node that accumulates the gradient has such a hook. A change of the dtype gives a parameter a new
+        node, and a parameter does not keep its node alive.
+        """
+        arrive: WeakMethod[Callable[[int, nn.Parameter], None]] = WeakMethod(self._arrive)
+        for index, (name, parameter) in enumerate(self.trained.items()):
+            if parameter.requires_grad and (node := get_gradient_edge(parameter).node) is not self._nodes.get(name):
+                node.register_hook(partial(_call, arrive, index, parameter))
+                self._nodes[name] = node
+
+    def _arrive(self, index: int, parameter: nn.Parameter) -> None:
+        """Pass a gradient to the reductions, and free the parameters after the last gradient."""
+        self.reductions.arrive(self.reduction, index, parameter)
+        self._awaited -= 1
+        if self.is_done and current_backward() == self.backward:  # another one: of a reentrant activation checkpoint
+            self.release()
+
+    @property
+    def is_done(self) -> bool:
+        """Whether all gradients have arrived. False if a parameter is frozen: it may be needed afterwards."""
+        return self._awaited <= 0 and len(self.trained) == len(self.parameters)
 
     @torch.no_grad()
     def show(self) -> None:
@@ -165,7 +196,7 @@ class Unit:
     def release(self) -> None:
         """Free the parameters at the end of a pass, even if some gradients have not arrived."""
         self.free()
-        self.in_backward = False
+        self.backward = None
 
 
 class ShardedModel:
@@ -232,8 +263,7 @@ class ShardedModel:
             unit.number = number
         self.reductions = Reductions(self._reductions(), world)
         for unit in self.units:
-            for index, parameter in enumerate(unit.trained.values()):
-                parameter.register_post_accumulate_grad_hook(partial(self._arrive, unit, index))
+            unit.reductions = self.reductions
 
     def _follow(self, module: nn.Module, unit: Unit) -> None:
         """Register the hooks that gather `unit` before `module` computes and free it afterwards."""
@@ -271,7 +301,7 @@ class ShardedModel:
         self._ahead = deque(self.units)
 
     def _before_forward(self, unit: Unit, module: nn.Module, args: Any, named: Any) -> Any:
-        if not (self._is_pinned or unit.in_backward):  # otherwise the unit is full already
+        if not self._is_pinned and unit.backward is None:  # otherwise the unit is full already
             self._reach(unit)
             if self._entered is not None:
                 self._entered[unit] = None
@@ -283,7 +313,7 @@ class ShardedModel:
         return value.to(self.compute_dtype) if torch.is_tensor(value) and value.is_floating_point() else value
 
     def _after_forward(self, unit: Unit, module: nn.Module, args: Any, output: Any) -> None:
-        if self._is_pinned or unit.in_backward:
+        if self._is_pinned or unit.backward is not None:
             return
         if torch.is_grad_enabled():
             for tensor in tensors_of(output):
@@ -332,17 +362,13 @@ class ShardedModel:
     # ------------------------------------------------------------------------------------------------------ backward
 
     def _before_backward(self, units: Sequence[Unit]) -> None:
+        for unit in self.units[1:]:  # not the root unit, whose parameters are used between other units
+            if unit.backward is not None and unit.is_done:
+                unit.release()
         for unit in units:
-            if not (self._is_pinned or unit.in_backward):
-                unit.in_backward = True
+            if not self._is_pinned and unit.backward is None:
+                unit.backward = current_backward()
                 self._reach(unit)
-
-    def _arrive(self, unit: Unit, index: int, parameter: torch.Tensor) -> None:
-        """Pass a gradient to the reductions. Autograd calls this hook when the gradient of `parameter` is complete."""
-        self.reductions.arrive(unit.reduction, index, parameter)
-        unit.awaited -= 1
-        if not unit.awaited and len(unit.trained) == len(unit.parameters):
-            unit.release()
 
     def reduce(self) -> None:
         """Free all units and wait for the reductions. Collective; call it after each backward pass."""
@@ -373,6 +399,12 @@ class ShardedModel:
             self._is_pinned = False
             for unit in self.units:
                 unit.free()
+
+
+def _call(arrive: WeakMethod[Callable[[int, nn.Parameter], None]], index: int, p: nn.Parameter, *_: object) -> None:
+    """Call `arrive` unless its unit has been garbage-collected. The collector does not see autograd's references."""
+    if (method := arrive()) is not None:
+        method(index, p)
 
 
 def tensors_of(output: Any) -> Iterator[torch.Tensor]:
