@@ -42,7 +42,7 @@ test-slow: $(READY)
 	$(call run-quietly,$(BIN)/python -m pytest $(SLOW))
 
 # The other groups can spoil what a notebook measures. One that fails is executed once more, from its first cell.
-NBVAL := $(BIN)/python -m pytest -p tests.kernels --nbval --nbval-current-env --nbval-cell-timeout=300 --timeout=330 -o cache_dir=.pytest_cache/notebooks notebooks
+NBVAL := $(BIN)/python -m pytest -p tests.kernels --nbval --nbval-current-env --nbval-cell-timeout=600 --timeout=630 -o cache_dir=.pytest_cache/notebooks notebooks
 test-notebooks: $(READY)
 	$(call run-quietly,$(NBVAL) || $(NBVAL) --failed-notebooks)
 

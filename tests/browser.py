@@ -44,7 +44,7 @@ def jupyterlab(folder: Path) -> Iterator[str]:
     with (own / "log").open("w") as log:
         lab = subprocess.Popen(command, env=environment, stdout=log, stderr=log, start_new_session=True)
     try:
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + 120
         while not (found := list(places["RUNTIME_DIR"].glob("jpserver-*.json"))):
             assert lab.poll() is None, (own / "log").read_text()
             assert time.monotonic() < deadline, (own / "log").read_text()

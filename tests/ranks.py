@@ -22,7 +22,7 @@ def error_of(function: Callable[[], object]) -> str:
     return "no error"
 
 
-def wait_until(condition: Callable[[], bool], seconds: float = 5.0) -> bool:
+def wait_until(condition: Callable[[], bool], seconds: float = 30.0) -> bool:
     """Return whether the condition holds within `seconds`."""
     deadline = time.monotonic() + seconds
     while not (met := condition()) and time.monotonic() < deadline:

@@ -354,7 +354,6 @@ def test_seeding_depends_on_seed_step_and_number_and_is_local() -> None:
     assert torch.equal(torch.get_rng_state(), before)
 
 
-@pytest.mark.timeout(150)
 def test_weights_after_50_steps_are_bitwise_identical_on_1_2_and_4_ranks(workdir: object) -> None:
     """Train on real text with dropout. The single process has two threads."""
     model = ModelConfig(layers=2, heads=2, width=32, context=32, dropout=0.1)

@@ -110,7 +110,6 @@ def trained(folder: Path) -> Callable[[int], list[dict[Any, Any]]]:
     return on
 
 
-@pytest.mark.timeout(180)
 @pytest.mark.parametrize("size", [1, 2, 3])
 @pytest.mark.parametrize(("variant", "accumulation", "dtype"), CASES)
 def test_an_ordinary_model_trains_as_in_plain_torch(
@@ -262,7 +261,6 @@ def padded_invariantly(world: World) -> dict[str, str]:
     return weights
 
 
-@pytest.mark.timeout(180)
 def test_invariant_weights_do_not_depend_on_the_ranks_that_pad_batches() -> None:
     weights = [rank for size in (1, 2, 4) for rank in launch(padded_invariantly, size, device="cpu", echo=False)]
     assert weights == weights[:1] * 7
@@ -280,7 +278,6 @@ def saved_by_fsdp(world: World) -> tuple[str, str]:
     return result.weights, digest(load(result.run, fresh).state_dict())
 
 
-@pytest.mark.timeout(180)
 @pytest.mark.parametrize("size", [2, 3])
 def test_fsdp_saves_rows_that_do_not_divide_evenly_between_ranks(size: int) -> None:
     for trained, loaded in launch(saved_by_fsdp, size, device="cpu", threads=1, echo=False, timeout=120):

@@ -338,7 +338,6 @@ def test_torchrun_accepts_the_commands_in_the_manifests() -> None:
         assert load(config, FaultyConfig, settings).resume == "auto"
 
 
-@pytest.mark.timeout(300)
 def test_dark_mode_figures_terms_and_search_work_offline(site: Path) -> None:
     browser = pytest.importorskip("browser", reason="an extra: pip install 'ddp-tutorial[dev]'")
     if browser.CHROMIUM is None:

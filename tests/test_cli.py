@@ -40,7 +40,6 @@ def weights_of(folder: Path) -> str:
     return str(json.loads((folder / "result.json").read_text())["metrics"]["weights"])
 
 
-@pytest.mark.timeout(200)
 def test_checks_do_not_change_the_weights_and_report_an_injected_fault() -> None:
     task = ("train", "tiny", "device=cpu", "steps=12", "ddp.variant=torch")
     plain, checked = (call(*task, f"name={name}", *more) for name, more in (("plain", ()), ("checked", ("--check",))))

@@ -165,7 +165,7 @@ def python(code: str, **variables: str) -> str:
         env=os.environ | variables,
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=150,
         check=False,
     )
     assert done.returncode == 0, done.stderr

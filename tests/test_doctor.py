@@ -71,13 +71,18 @@ def test_the_shell_completes_commands_configs_and_settings(words: str, expected:
     program = "import sys; sys.argv[0] = 'ddp-tutorial'; from ddp_tutorial.__main__ import main; main()"
     asked = {"_DDP_TUTORIAL_COMPLETE": "bash_complete", "COMP_WORDS": words, "COMP_CWORD": str(len(words.split()) - 1)}
     done = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, timeout=60, env=os.environ | asked, check=False
+        [sys.executable, "-c", program],
+        capture_output=True,
+        text=True,
+        timeout=150,
+        env=os.environ | asked,
+        check=False,
     )
     assert expected in [line.partition(",")[2] for line in done.stdout.splitlines()]
 
 
 @pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
 def test_the_completion_of_each_shell_is_printed(shell: str) -> None:
-    done = subprocess.run([*COMMAND, "completion", shell], capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run([*COMMAND, "completion", shell], capture_output=True, text=True, timeout=150, check=False)
     assert done.returncode == 0
     assert "_DDP_TUTORIAL_COMPLETE" in done.stdout

@@ -261,7 +261,6 @@ def test_a_config_with_an_impossible_fault_is_rejected_in_one_line(fault: Any, t
     assert not Path("runs").exists()
 
 
-@pytest.mark.timeout(200)
 def test_an_injected_kill_recurs_after_each_restart() -> None:
     """The run saves every 2 steps and is killed in its third step: after step 2, then after step 4."""
     saving = {"checkpoint": {"every": 2}, "resume": "auto", "steps": 6}

@@ -43,7 +43,6 @@ def train_on_hub(endpoint: str, folder: Path) -> None:
     subprocess.run([sys.executable, "-m", "ddp_tutorial", "train", "half.yaml"], env=environment, check=True)
 
 
-@pytest.mark.timeout(120)
 def test_a_run_on_a_dataset_of_the_hub_resumes_exactly_without_the_hub(workdir: Path) -> None:
     with serving("owner/stories", FILES) as endpoint:
         train_on_hub(endpoint, workdir)

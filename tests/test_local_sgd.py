@@ -507,7 +507,6 @@ def three(folder: Path, two: Any) -> list[dict[Any, Any]]:
         return launch(on_three, 3, device="cpu", threads=1, echo=False, timeout=200)
 
 
-@pytest.mark.timeout(240)
 @pytest.mark.parametrize("flavour", FLAVOURS | OVERFLOWING)
 @pytest.mark.parametrize("step", AT)
 def test_a_killed_run_resumes_bitwise_identically_in_and_after_a_round(
@@ -547,7 +546,6 @@ def test_a_checkpoint_within_a_round_contains_the_mean_of_the_weights(two: Any, 
         assert load("runs/local_sgd", best=True).state_dict().keys() == load("runs/local_sgd").state_dict().keys()
 
 
-@pytest.mark.timeout(240)
 @pytest.mark.parametrize("flavour", FLAVOURS)
 def test_other_world_sizes_can_resume_only_at_the_end_of_a_round(two: Any, three: Any, flavour: str) -> None:
     before = two[0][flavour, "whole"]["losses"]

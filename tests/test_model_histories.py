@@ -240,7 +240,6 @@ def report(arm: str, history: History, ranks: Sequence[str]) -> str:
     return "\n".join([f"{arm} does not train as one process does:", f"  {history}", *told])
 
 
-@pytest.mark.timeout(600)
 @pytest.mark.parametrize("size", [2, 3])
 @pytest.mark.parametrize("arm", ARMS)
 def test_every_history_trains_as_in_one_process_or_is_rejected(arm: str, size: int) -> None:

@@ -35,21 +35,18 @@ def alarms(found: dict[str, dict[str, str]], program: Program) -> dict[str, str]
     return {law: alarm for law, alarm in found[program.__name__].items() if alarm}
 
 
-@pytest.mark.timeout(400)
 @pytest.mark.parametrize("exhibit", MUSEUM, ids=name_of)
 def test_a_bug_is_caught_by_a_law_for_it(exhibit: Exhibit, found: dict[str, dict[str, str]]) -> None:
     fired = alarms(found, exhibit.broken)
     assert set(fired) & set(exhibit.caught_by), fired
 
 
-@pytest.mark.timeout(400)
 @pytest.mark.parametrize(("exhibit", "variant"), VARIANTS, ids=name_of)
 def test_variants_of_a_bug_are_caught_too(exhibit: Exhibit, variant: Program, found: dict[str, dict[str, str]]) -> None:
     fired = alarms(found, variant)
     assert set(fired) & set(exhibit.caught_by), fired
 
 
-@pytest.mark.timeout(400)
 @pytest.mark.parametrize("program", RIGHT, ids=name_of)
 def test_a_correct_program_raises_no_alarm(program: Program, found: dict[str, dict[str, str]]) -> None:
     assert not alarms(found, program)
@@ -88,14 +85,12 @@ def says_nothing(world: World) -> dict[str, float]:
     return {}
 
 
-@pytest.mark.timeout(120)
 def test_a_dead_rank_is_reported_and_the_remaining_programs_are_examined() -> None:
     found = examine({"first": says_nothing, "dies": dies, "last": says_nothing})
     assert "a rank dies" in found["dies"]["hang"]
     assert found["first"] == found["last"] == dict.fromkeys(applying(says_nothing), "")
 
 
-@pytest.mark.timeout(120)
 def test_files_of_programs_are_removed_even_if_a_rank_dies(tmp_path: Path) -> None:
     told = tmp_path / "told"
 

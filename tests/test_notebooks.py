@@ -350,7 +350,6 @@ def test_names_of_the_package_are_counted():
     assert {"launch_training", "load_run"} <= names_of_ours(quickstart)
 
 
-@pytest.mark.timeout(300)
 @pytest.mark.parametrize("path", EXECUTED, ids=lambda path: path.stem)
 def test_papermill_executes_each_notebook_with_small_parameters(path, tmp_path):
     command = [sys.executable, "-m", "papermill", str(path), str(tmp_path / "out.ipynb"), "--cwd", str(tmp_path)]
@@ -366,7 +365,6 @@ def test_papermill_executes_each_notebook_with_small_parameters(path, tmp_path):
         assert set(result["arms"]) == {"2 ranks", "1 process"}
 
 
-@pytest.mark.timeout(120)
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [

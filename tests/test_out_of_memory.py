@@ -165,7 +165,6 @@ def with_workers(world: World) -> dict[str, Any]:
     return found
 
 
-@pytest.mark.timeout(150)
 def test_a_dead_data_worker_is_restarted_without_changing_the_result() -> None:
     of_ranks = launch(with_workers, 2, device="cpu", threads=1, echo=False, timeout=120)
     for found in of_ranks:

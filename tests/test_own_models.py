@@ -237,7 +237,6 @@ def outcomes(world: World) -> dict[str, Outcome]:
     }
 
 
-@pytest.mark.timeout(240)
 def test_custom_models_have_the_same_losses_on_any_number_of_ranks() -> None:
     """Each model, compiled and not, is also interrupted and resumed on every number of ranks."""
     ranks = [rank for size in (1, 2, 3) for rank in launch(outcomes, size, device="cpu", threads=1, echo=False)]

@@ -49,7 +49,6 @@ def config_of(**values: Any) -> TaskConfig:
     return TaskConfig.model_validate(BASE | values)
 
 
-@pytest.mark.timeout(240)
 def test_one_and_two_pipelines_have_the_losses_of_one_process() -> None:
     one = launch_training(config_of(nprocs=1, name="one"), echo=False)
     for name, nprocs, accumulation, pipeline in [
@@ -65,7 +64,6 @@ def test_one_and_two_pipelines_have_the_losses_of_one_process() -> None:
         assert result.evaluations[4]["loss"] == pytest.approx(one.evaluations[4]["loss"], abs=1e-4), name
 
 
-@pytest.mark.timeout(240)
 def test_a_resumed_pipeline_is_bitwise_identical() -> None:
     values = {
         "strategy": "pipeline",
@@ -165,7 +163,6 @@ def held(world: World, values: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-@pytest.mark.timeout(240)
 def test_each_rank_keeps_weights_and_optimizer_state_of_its_stages_only() -> None:
     values = {"mesh": {"replicate": 2}, "pipeline": {"micro_batches": 2}, "checkpoint": {"every": 2}, "name": "held"}
     ranks = launch(held, 4, values, device="cpu", threads=1, echo=False, timeout=120)

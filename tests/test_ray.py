@@ -132,7 +132,6 @@ def below(folder: Path) -> list[psutil.Process]:
 
 
 @needs_ray
-@pytest.mark.timeout(420)
 def test_a_ray_run_that_loses_a_worker_is_bitwise_identical(workdir: Path, folder_of_ray: Path) -> None:
     """One Ray instance serves all checks, because it takes half a minute."""
     (workdir / "on_ray.py").write_text(SCRIPT)

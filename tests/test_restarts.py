@@ -69,7 +69,6 @@ def test_a_rank_that_never_joins_is_named_after_the_timeout() -> None:
         attempt_store(agents, World(1, 2, 1, 2, timeout=timedelta(seconds=0.2)))
 
 
-@pytest.mark.timeout(300)
 def test_a_run_restarted_by_torchrun_is_bitwise_identical() -> None:
     """torchrun shares its store, with which most restarts would fail without the prefix."""
     assert "TORCH_DISABLE_SHARE_RDZV_TCP_STORE" not in os.environ
@@ -111,13 +110,13 @@ def agent(folder: Path, port: int, log: str) -> "subprocess.Popen[Any]":
     (folder / "slow.py").write_text(SLOW)
     command = [sys.executable, "-m", "torch.distributed.run", "--nnodes=1", "--nproc-per-node=1", "--max-restarts=1"]
     command += ["--rdzv-backend=c10d", f"--rdzv-endpoint=127.0.0.1:{port}", "--rdzv-id=one", "--local-addr=127.0.0.1"]
-    command += ["--rdzv-conf=is_host=0,keep_alive_interval=1,keep_alive_max_attempt=2", "slow.py"]
+    command += ["--rdzv-conf=is_host=0,keep_alive_interval=1,keep_alive_max_attempt=5", "slow.py"]
     environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), TORCHRUN: str(folder)}
     with (folder / log).open("w") as file:
         return subprocess.Popen(command, stdout=file, stderr=file, cwd=folder, env=environment, start_new_session=True)
 
 
-def until(holds: Callable[[], object], what: str, seconds: float = 60) -> None:
+def until(holds: Callable[[], object], what: str, seconds: float = 120) -> None:
     deadline = time.monotonic() + seconds
     while not holds():
         assert time.monotonic() < deadline, f"{what}: not within {seconds} s"
@@ -133,7 +132,6 @@ def workers(folder: Path) -> list[int]:
     return [int(path.suffix[1:]) for path in folder.glob("up.*")]
 
 
-@pytest.mark.timeout(200)
 def test_two_disconnected_agents_never_write_one_folder_concurrently(workdir: Path) -> None:
     """The first agent is stopped, so that the second considers it dead and starts a rank, while the rank of the first
     still trains. The second rank must reject the folder. After the first agent is killed with its rank, the folder is
@@ -153,7 +151,7 @@ def test_two_disconnected_agents_never_write_one_folder_concurrently(workdir: Pa
         before = steps(workdir)
         assert psutil.pid_exists(workers(workdir)[0])
         until(lambda: steps(workdir) > before + 2, "the first world trains on")
-        assert second.wait(60) != 0
+        assert second.wait(150) != 0
         assert steps(workdir) > before
         first.kill()
         first.wait()
@@ -191,7 +189,7 @@ def elastic_agent(folder: Path, port: int, log: str) -> "subprocess.Popen[Any]":
     """Start torchrun for one or two nodes, as in the user guide, with a new store for each attempt."""
     command = [sys.executable, "-m", "torch.distributed.run", "--nnodes=1:2", "--nproc-per-node=1", "--max-restarts=3"]
     command += ["--rdzv-backend=c10d", f"--rdzv-endpoint=127.0.0.1:{port}", "--rdzv-id=one", "--local-addr=127.0.0.1"]
-    command += ["--rdzv-conf=is_host=0,last_call_timeout=1,keep_alive_interval=1,keep_alive_max_attempt=4"]
+    command += ["--rdzv-conf=is_host=0,last_call_timeout=1,keep_alive_interval=1,keep_alive_max_attempt=8"]
     environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), TORCHRUN: str(folder)}
     environment["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
     with (folder / log).open("w") as file:
@@ -200,7 +198,6 @@ def elastic_agent(folder: Path, port: int, log: str) -> "subprocess.Popen[Any]":
         )
 
 
-@pytest.mark.timeout(200)
 def test_an_elastic_run_grows_and_shrinks_by_a_node(workdir: Path) -> None:
     """Every step is taken once, each rank knows its world, and an agent that is asked to stop exits cleanly."""
     (workdir / "elastic.py").write_text(ELASTIC)
@@ -227,9 +224,9 @@ def test_an_elastic_run_grows_and_shrinks_by_a_node(workdir: Path) -> None:
             else:
                 agents[1].kill()  # SIGTERM would be forwarded to its rank and stop the run
             before = 0
-            until(lambda size=size, lives=lives: trains_with(size, lives), f"a world of {size}", 90)  # type: ignore[misc]
+            until(lambda size=size, lives=lives: trains_with(size, lives), f"a world of {size}", 180)  # type: ignore[misc]
         request_stop(run, "save")
-        assert agents[0].wait(60) == 0, (workdir / "first.log").read_text()[-3000:]
+        assert agents[0].wait(150) == 0, (workdir / "first.log").read_text()[-3000:]
     finally:
         for each in agents:
             kill_torchrun(each, str(workdir))

@@ -142,7 +142,6 @@ def lives(folder: Path, size: int, flavours: tuple[str, ...], resumed_at: int) -
         os.chdir(before)
 
 
-@pytest.mark.timeout(240)
 @pytest.mark.parametrize("step", range(1, STEPS))
 @pytest.mark.parametrize("flavour", FLAVOURS)
 def test_a_run_resumed_after_any_step_is_bitwise_identical(flavour: str, step: int, folder: Path) -> None:
@@ -151,7 +150,6 @@ def test_a_run_resumed_after_any_step_is_bitwise_identical(flavour: str, step: i
         assert resumed[flavour] == whole[flavour]
 
 
-@pytest.mark.timeout(240)
 @pytest.mark.parametrize("size", [1, 3, 4])
 @pytest.mark.parametrize("flavour", ["plain", "bucket and sgd"])
 def test_a_run_of_any_world_size_resumes_bitwise_identically(flavour: str, size: int, folder: Path) -> None:
@@ -167,7 +165,6 @@ def test_float16_overflowed_during_the_run(folder: Path) -> None:
     assert min(scales) < 2.0**24
 
 
-@pytest.mark.timeout(240)
 def test_4_ranks_then_2_then_3_resume_with_the_same_samples() -> None:
     smooth = {"model": BASE["model"].model_copy(update={"dropout": 0.0}), "batch_size": 12}
     [whole] = launch(train, 1, config_of(name="whole", **smooth), device="cpu", echo=False)
@@ -408,7 +405,9 @@ def test_a_requested_save_does_not_repeat_a_scheduled_save() -> None:
     assert len(saved) == 2
 
 
-ENDLESS = ["name=mine", "resume=auto", "steps=3000", "checkpoint.every=1000", "eval_every=3000", "log_every=5"]
+STEPS = 100_000
+ENDLESS = ["name=mine", "resume=auto", f"steps={STEPS}", f"checkpoint.every={STEPS}", f"eval_every={STEPS}"]
+ENDLESS += ["log_every=5"]
 
 
 def started(*command: str, **environment: str) -> subprocess.Popen[str]:
@@ -417,13 +416,12 @@ def started(*command: str, **environment: str) -> subprocess.Popen[str]:
     return subprocess.Popen(command, env=os.environ | environment, start_new_session=True, **options)
 
 
-def wait_until(running: subprocess.Popen[str], moment: Callable[[], Any], seconds: float = 60) -> None:
+def wait_until(running: subprocess.Popen[str], moment: Callable[[], Any], seconds: float = 150) -> None:
     deadline = time.monotonic() + seconds
     while not moment() and running.poll() is None and time.monotonic() < deadline:
         time.sleep(0.01)
 
 
-@pytest.mark.timeout(120)
 @pytest.mark.parametrize("how", [signal.SIGTERM, signal.SIGUSR1, "stop"])
 def test_a_signaled_run_saves_and_resumes_with_the_same_command(how: Any) -> None:
     """SIGTERM is sent to all processes of the job, including data loading workers, as a cluster does."""
@@ -438,11 +436,11 @@ def test_a_signaled_run_saves_and_resumes_with_the_same_command(how: Any) -> Non
         os.killpg(running.pid, how)
     else:
         running.send_signal(how)
-    out, err = running.communicate(timeout=60)
+    out, err = running.communicate(timeout=150)
     assert running.returncode == EXIT_CODE, err
     [saved] = list_checkpoints(run / "checkpoints")
     step = read_manifest(saved).step
-    assert f"stopped after step {step} of 3000: runs/mine" in out
+    assert f"stopped after step {step} of {STEPS}: runs/mine" in out
     code, text = told("train", "tiny", *settings, f"steps={step + 1}", "resume_allow=[steps]")
     assert code == 0, text
     assert f"resuming after step {step}, from " in text
@@ -453,7 +451,6 @@ def ranks_are_starting(parent: int) -> bool:
     return sum("spawn_main" in " ".join(process.cmdline()) for process in psutil.Process(parent).children()) == 2
 
 
-@pytest.mark.timeout(120)
 @pytest.mark.parametrize("what", ["torch is imported", "ranks start"])
 def test_a_signal_during_startup_stops_the_run_without_a_failure(what: str) -> None:
     running = started(sys.executable, "-m", "ddp_tutorial", "train", "tiny", *ENDLESS)
@@ -462,7 +459,7 @@ def test_a_signal_during_startup_stops_the_run_without_a_failure(what: str) -> N
     else:
         wait_until(running, lambda: ranks_are_starting(running.pid))
     os.killpg(running.pid, signal.SIGTERM)
-    _, err = running.communicate(timeout=60)
+    _, err = running.communicate(timeout=150)
     assert running.returncode == EXIT_CODE, err
     assert err.endswith("stopped by SIGTERM before there was anything to save\n")
     assert not list(Path("runs").glob("*/checkpoints/*"))
@@ -497,7 +494,6 @@ def test_the_exit_code_requeues_a_run_only_if_a_cluster_stopped_it(
     assert exit_code(environ, by_signal=by_signal) == code
 
 
-@pytest.mark.timeout(120)
 def test_torchrun_does_not_restart_a_run_that_was_asked_to_stop() -> None:
     restarting = [*TORCHRUN, "--max-restarts", "1"]
     run = Path("runs/mine")
@@ -505,7 +501,7 @@ def test_torchrun_does_not_restart_a_run_that_was_asked_to_stop() -> None:
     wait_until(running, lambda: (run / "metrics.jsonl").exists() and (run / "metrics.jsonl").stat().st_size)
     request_stop(run, "save")
     wait_until(running, (run / "result.json").exists)
-    out, err = running.communicate(timeout=60)
+    out, err = running.communicate(timeout=150)
     assert running.returncode == 0, err
     result = json.loads((run / "result.json").read_text())
     assert result["status"] == "stopped"

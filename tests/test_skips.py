@@ -49,7 +49,13 @@ def test_an_unlisted_skip_fails_only_in_ci(tmp_path: Path) -> None:
     ends = {}
     for ci in ("true", ""):
         done = subprocess.run(
-            command, env=environment | {"CI": ci}, cwd=tmp_path, capture_output=True, text=True, timeout=60, check=False
+            command,
+            env=environment | {"CI": ci},
+            cwd=tmp_path,
+            capture_output=True,
+            text=True,
+            timeout=150,
+            check=False,
         )
         ends[ci] = done.returncode, done.stdout
     assert ends[""][0] == 0, ends[""][1]

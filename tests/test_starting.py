@@ -199,7 +199,7 @@ def test_a_signal_reaches_the_ranks_which_return_by_themselves(workdir: Path) ->
         assert process.stdout is not None
         assert sorted(process.stdout.readline() for _ in range(2)) == ["[rank 0] ready\n", "[rank 1] ready\n"]
         process.send_signal(signal.SIGTERM)
-        out, _ = process.communicate(timeout=30)
+        out, _ = process.communicate(timeout=90)
         assert (process.returncode, out) == (0, "rank 0 was asked to end, and had time to\n")
     finally:
         process.kill()

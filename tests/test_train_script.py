@@ -348,7 +348,6 @@ train.main(train.parse_args())
 """
 
 
-@pytest.mark.timeout(300)
 def test_the_last_stage_resumes_after_a_kill_and_07_equals_06(tmp_path):
     for number, name in ("06", "06"), ("07", "07"), (LAST, "train"):
         (tmp_path / f"{name}.py").write_text(course.script(number))

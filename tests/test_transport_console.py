@@ -250,10 +250,10 @@ def test_a_redirected_terminal_gets_all_lines_without_a_bar(capsys):
 
 
 def test_a_redirected_terminal_gets_lines_of_progress_at_intervals(capsys, monkeypatch):
-    monkeypatch.setattr(console, "PROGRESS_SECONDS", 0.05)
+    monkeypatch.setattr(console, "PROGRESS_SECONDS", 1.0)
     terminal = TerminalConsole()
     terminal.progress(1, 10, {"loss": 2.0})
-    time.sleep(0.06)
+    time.sleep(1.1)
     terminal.progress(2, 10, {"loss": 1.5, "tokens_per_second": 1234.5})
     terminal.progress(3, 10, {"loss": 1.0})
     terminal.close([])

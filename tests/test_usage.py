@@ -165,7 +165,7 @@ def test_a_slow_rank_with_a_negligible_cost_is_not_reported() -> None:
 def _with_rank_one_slow(world: World, config: TaskConfig) -> TrainResult:
     trainer = make_trainer(config, world)
     if world.rank == 1:
-        trainer.model.register_forward_pre_hook(lambda module, inputs: time.sleep(0.05))
+        trainer.model.register_forward_pre_hook(lambda module, inputs: time.sleep(0.2))
     return trainer.train()
 
 
@@ -175,11 +175,11 @@ def test_a_run_records_its_straggler_and_the_memory_of_each_rank() -> None:
     assert run.result is not None
     used = run.result["ranks"]
     assert (used["straggler"]["rank"], used["straggler"]["phase"]) == (1, "forward")
-    assert used["straggler"]["seconds"] > 0.2
+    assert used["straggler"]["seconds"] > 0.5
     assert all(mb > 50 for mb in used["rss_mb"])
     assert {len(each) for each in used["seconds"].values()} == {2}
     [evaluation] = [row for row in run.steps if "eval_loss" in row]
-    assert evaluation["ranks"]["seconds"]["forward"][1] > 6 * 0.05
+    assert evaluation["ranks"]["seconds"]["forward"][1] > 6 * 0.2
     assert "the other ranks waited for rank 1, in forward" in Path("runs/slow/rank_0.log").read_text()
 
 

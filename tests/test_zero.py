@@ -854,7 +854,6 @@ def test_an_exported_or_loaded_model_has_full_tensors(lives: dict[Any, Any]) -> 
     assert lives["unfinished"] == lives[4][0]["zero3"]["weights"]
 
 
-@pytest.mark.timeout(300)
 def test_a_hybrid_resumes_bitwise_identically_and_on_a_different_mesh(
     lives: dict[Any, Any], hybrids: dict[Any, Any]
 ) -> None:
