@@ -689,7 +689,7 @@ def test_tail_follows_a_run_until_it_has_ended() -> None:
         assert tail.stdout.readline() == "four\n"
         assert tail.poll() is None
         holder.kill()
-        rest, told = tail.communicate(timeout=60)
+        rest, told = tail.communicate(timeout=150)
     assert (tail.returncode, rest) == (0, "the end\n")
     assert told.startswith("killed after step 4 of 4")
 
@@ -718,7 +718,7 @@ def test_an_interrupted_tail_does_not_mention_ranks() -> None:
         assert tail.stdout is not None
         assert tail.stdout.readline() == "one\n"
         tail.send_signal(signal.SIGINT)
-        assert tail.communicate(timeout=60) == ("", "")
+        assert tail.communicate(timeout=150) == ("", "")
         assert tail.returncode == 130
 
 
@@ -862,21 +862,22 @@ def test_commands_about_logs_load_no_large_module(arguments: list[str], without:
         f"cli({['logs', *arguments]!r}, standalone_mode=False)\n"
         f"print('loaded', sorted({without!r} & set(sys.modules)))"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=150, check=False)
     assert done.stdout.splitlines()[-1] == "loaded []", done.stderr
 
 
 def test_commands_about_logs_start_fast() -> None:
-    """They start in 0.2 s on an idle machine, and several times that on a busy one. torch alone would take longer."""
+    """They take 0.2 s of CPU time, which other programs hardly affect. torch alone would take longer."""
     made("mine")
 
-    def seconds(*arguments: str) -> float:
-        began = time.monotonic()
+    def cpu_seconds(*arguments: str) -> float:
+        began = os.times()
         printed(*arguments)
-        return time.monotonic() - began
+        ended = os.times()
+        return ended.children_user + ended.children_system - began.children_user - began.children_system
 
     for arguments in (("list",), ("summary",), ("summary", "--format", "json")):
-        assert min(seconds(*arguments) for _ in range(5)) < 1.0
+        assert min(cpu_seconds(*arguments) for _ in range(3)) < 1.0
 
 
 def train(*arguments: str) -> None:
