@@ -16,7 +16,7 @@ from pages import Term, glossary, plain
 
 # Terms that also have an everyday meaning. They are links only in the notebooks that introduce them.
 EVERYDAY = {
-    "agent", "buffer", "cursor", "digest", "drift", "hang", "host", "interface", "interleaved", "law", "mesh", "nat",
+    "agent", "buffer", "cursor", "digest", "drift", "hang", "host", "interface", "interleaved", "mesh", "nat",
     "node", "pipeline", "ring", "schedule", "stage", "tree",
 }  # fmt: skip
 

@@ -87,11 +87,11 @@ def test_a_full_disk_made_attempts_fail(found: Any) -> None:
         assert full["by"] == "a tmpfs of 4 MB"
 
 
-@pytest.mark.parametrize("law", ["bit_equal", "lost", "let_in", "left"])
-def test_one_violated_requirement_is_reported(law: str) -> None:
+@pytest.mark.parametrize("requirement", ["bit_equal", "lost", "let_in", "left"])
+def test_one_violated_requirement_is_reported(requirement: str) -> None:
     good = {"bit_equal": True, "lost": 0, "let_in": 0, "left": 0}
     assert is_good(good)
-    assert not is_good(good | {law: 1 if law != "bit_equal" else False})
+    assert not is_good(good | {requirement: 1 if requirement != "bit_equal" else False})
 
 
 # --------------------------------------------------------------------------------------------------- one life of a run

@@ -1,4 +1,4 @@
-"""Law: training on two hosts is bitwise identical to one host, losses are reported in time, and nothing is left of a
+"""Training on two hosts is bitwise identical to one host, losses are reported in time, and nothing is left of a
 cluster.
 """
 

@@ -1,4 +1,4 @@
-"""Law: with every variant, all ranks train as one process would on all of their samples.
+"""With every variant, all ranks train as one process would on all of their samples.
 
 The ranks are started once for each world size and run all cases. Each test checks a part of their results.
 """
@@ -43,7 +43,7 @@ WIDTH = 8
 CLOSE = {"rtol": 1e-4, "atol": 1e-5}
 
 
-# --------------------------------------------------------------------------------------------------- law: the models
+# --------------------------------------------------------------------------------------------------- the models
 
 
 class Block(nn.Module):
@@ -129,7 +129,7 @@ def optimizer_of(module: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.SGD([p for p in module.parameters() if p.requires_grad], lr=0.02, momentum=0.9)
 
 
-# ---------------------------------------------------------------------------------------------------- law: the cases
+# ---------------------------------------------------------------------------------------------------- the cases
 
 
 @dataclass(frozen=True)
@@ -266,7 +266,7 @@ two_or_three = pytest.mark.parametrize("size", [2, 3])
 any_case = pytest.mark.parametrize("case", CASES, ids=str)
 
 
-# ----------------------------------------------------------------------------------------------------------- the law
+# ----------------------------------------------------------------------------------------------------------- the test
 
 
 @any_size

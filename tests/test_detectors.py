@@ -1,4 +1,4 @@
-"""Law: detectors find problems with step, rank and name, the same on all ranks, and report nothing for a correct
+"""Detectors find problems with step, rank and name, the same on all ranks, and report nothing for a correct
 program.
 """
 

@@ -1,4 +1,4 @@
-"""Law: a fault occurs on the rank, step and phase that it names, and nowhere else."""
+"""A fault occurs on the rank, step and phase that it names, and nowhere else."""
 
 import errno
 import json

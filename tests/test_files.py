@@ -1,4 +1,4 @@
-"""Law: at any moment, a file is the complete old or the complete new file, and no other files are left."""
+"""At any moment, a file is the complete old or the complete new file, and no other files are left."""
 
 import errno
 import json

@@ -1,4 +1,4 @@
-"""Law: ranks that wait for each other forever are terminated and reported with their lines; other ranks are
+"""Ranks that wait for each other forever are terminated and reported with their lines; other ranks are
 undisturbed.
 """
 

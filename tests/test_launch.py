@@ -1,4 +1,4 @@
-"""Law: a launch returns every rank's result, or names the rank that failed and why; no process is left in either case.
+"""A launch returns every rank's result, or names the rank that failed and why; no process is left in either case.
 
 The ranks are real. Functions are defined inside the tests, so that they are pickled by value, like those of a cell.
 """

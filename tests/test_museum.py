@@ -1,4 +1,4 @@
-"""The museum of bugs: each bug is caught by a general law, and no correct program raises an alarm."""
+"""The museum of bugs: each bug is caught by a general invariant, and no correct program raises an alarm."""
 
 import inspect
 import re
@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from ddp_tutorial.museum import LAWS, MUSEUM, examine
+from ddp_tutorial.museum import INVARIANTS, MUSEUM, examine
 from ddp_tutorial.museum.correct import CORRECT
+from ddp_tutorial.museum.invariants import applying
 from ddp_tutorial.museum.issues import ISSUES
-from ddp_tutorial.museum.laws import applying
 from ddp_tutorial.museum.parts import Exhibit, Program
 from ddp_tutorial.world import World
 
@@ -32,11 +32,11 @@ def found() -> dict[str, dict[str, str]]:
 
 def alarms(found: dict[str, dict[str, str]], program: Program) -> dict[str, str]:
     assert found[program.__name__], "it was not examined"
-    return {law: alarm for law, alarm in found[program.__name__].items() if alarm}
+    return {invariant: alarm for invariant, alarm in found[program.__name__].items() if alarm}
 
 
 @pytest.mark.parametrize("exhibit", MUSEUM, ids=name_of)
-def test_a_bug_is_caught_by_a_law_for_it(exhibit: Exhibit, found: dict[str, dict[str, str]]) -> None:
+def test_a_bug_is_caught_by_a_invariant_for_it(exhibit: Exhibit, found: dict[str, dict[str, str]]) -> None:
     fired = alarms(found, exhibit.broken)
     assert set(fired) & set(exhibit.caught_by), fired
 
@@ -50,14 +50,14 @@ def test_variants_of_a_bug_are_caught_too(exhibit: Exhibit, variant: Program, fo
 @pytest.mark.parametrize("program", RIGHT, ids=name_of)
 def test_a_correct_program_raises_no_alarm(program: Program, found: dict[str, dict[str, str]]) -> None:
     assert not alarms(found, program)
-    assert set(found[program.__name__]) == set(applying(program)), "some laws were not tried"
+    assert set(found[program.__name__]) == set(applying(program)), "some invariants were not tried"
 
 
 def test_there_are_at_least_twenty_bugs_and_ten_correct_programs() -> None:
     assert len(MUSEUM) >= 20
     assert len(CORRECT) >= 10
     assert all(exhibit.variants for exhibit in MUSEUM)
-    assert all(set(exhibit.caught_by) <= set(LAWS) for exhibit in MUSEUM)
+    assert all(set(exhibit.caught_by) <= set(INVARIANTS) for exhibit in MUSEUM)
 
 
 def test_each_public_thread_belongs_to_an_exhibit() -> None:
@@ -65,8 +65,8 @@ def test_each_public_thread_belongs_to_an_exhibit() -> None:
     assert all(re.fullmatch(r"https://github.com/[\w.-]+/[\w.-]+/(issues|pull)/\d+", url) for url in ISSUES.values())
 
 
-def test_every_law_catches_some_bug() -> None:
-    assert {law for exhibit in MUSEUM for law in exhibit.caught_by} == set(LAWS)
+def test_every_invariant_catches_some_bug() -> None:
+    assert {invariant for exhibit in MUSEUM for invariant in exhibit.caught_by} == set(INVARIANTS)
 
 
 @pytest.mark.parametrize("program", [each.broken for each in MUSEUM], ids=name_of)

@@ -1,4 +1,4 @@
-"""Law: a rank that runs out of memory in the forward pass costs all ranks this batch and nothing else.
+"""A rank that runs out of memory in the forward pass costs all ranks this batch and nothing else.
 
 If ranks cannot agree, the run is aborted with a reason. A data worker that dies has no effect on the result.
 """

@@ -1,4 +1,4 @@
-"""Law: every observer sees the end of every phase that it saw start, whatever happens inside."""
+"""Every observer sees the end of every phase that it saw start, whatever happens inside."""
 
 import json
 import threading

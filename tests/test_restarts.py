@@ -1,4 +1,4 @@
-"""Law: a run restarted by torchrun is bitwise identical, a folder has one world at a time, and no rank is left."""
+"""A run restarted by torchrun is bitwise identical, a folder has one world at a time, and no rank is left."""
 
 import json
 import os
@@ -78,11 +78,11 @@ def test_a_run_restarted_by_torchrun_is_bitwise_identical() -> None:
     assert is_good(found)
 
 
-@pytest.mark.parametrize(("law", "broken"), [("bit_equal", False), ("left", 1)])
-def test_one_violated_requirement_is_reported(law: str, broken: Any) -> None:
+@pytest.mark.parametrize(("requirement", "broken"), [("bit_equal", False), ("left", 1)])
+def test_one_violated_requirement_is_reported(requirement: str, broken: Any) -> None:
     good = {"bit_equal": True, "left": 0}
     assert is_good(good)
-    assert not is_good(good | {law: broken})
+    assert not is_good(good | {requirement: broken})
 
 
 # ------------------------------------------------------------------------------------------- two agents, and their ends

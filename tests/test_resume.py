@@ -1,4 +1,4 @@
-"""Law 3: an interrupted and resumed run is bitwise identical to an uninterrupted run, with the trainer."""
+"""An interrupted and resumed run is bitwise identical to an uninterrupted run, with the trainer."""
 
 import json
 import os
@@ -125,7 +125,7 @@ def all_flavours(world: World, flavours: list[str], resumed_at: int) -> dict[str
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("law")
+    return tmp_path_factory.mktemp("runs")
 
 
 @cache

@@ -1,4 +1,4 @@
-"""Law: a run that Slurm preempts and requeues is bitwise identical to an undisturbed run."""
+"""A run that Slurm preempts and requeues is bitwise identical to an undisturbed run."""
 
 import json
 import os

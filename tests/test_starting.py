@@ -1,4 +1,4 @@
-"""Law: a script trains on the ranks that torchrun or Slurm started, or otherwise on ranks that it starts itself."""
+"""A script trains on the ranks that torchrun or Slurm started, or otherwise on ranks that it starts itself."""
 
 import os
 import re

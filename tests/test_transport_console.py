@@ -1,4 +1,4 @@
-"""Laws: bytes split anywhere give the same messages and lines; output is grouped and prefixed by rank."""
+"""Bytes split anywhere give the same messages and lines; output is grouped and prefixed by rank."""
 
 import io
 import os

@@ -1,4 +1,4 @@
-"""Law: the same environment variables give the same world everywhere, and ranks without connections never train."""
+"""The same environment variables give the same world everywhere, and ranks without connections never train."""
 
 import json
 import os

@@ -279,6 +279,14 @@ def expect(condition: bool, otherwise: str) -> None:
         raise WrongAnswerError(otherwise)
 
 
+def number(answer: Answer, *arguments: object) -> float:
+    """Return the result of an answer. Raise `WrongAnswerError` if it is not a number."""
+    result = answer(*arguments)
+    if isinstance(result, bool) or not isinstance(result, (int, float)):
+        raise WrongAnswerError(f"The result must be a number, got {result!r}.")
+    return result
+
+
 def on_ranks(run: Callable[..., Any], nprocs: int, *args: Any, stuck: str, timeout: float) -> list[Any]:
     """Run a check on real ranks, and return the result of each rank.
 

@@ -11,7 +11,7 @@ import torch
 from torch.nn import functional as F
 
 from ddp_tutorial.exercises import Answer, Exercise, expect, on_ranks
-from ddp_tutorial.museum import LAWS, examine
+from ddp_tutorial.museum import INVARIANTS, examine
 from ddp_tutorial.museum.parts import Program, Result, ddp, loader, weights
 from ddp_tutorial.processes.errors import RankTimeoutError
 from ddp_tutorial.world import World
@@ -31,12 +31,12 @@ def _judge(programs: dict[str, Program]) -> None:
     except RankTimeoutError as error:
         expect(False, f"Your program does not return.\n{error}")
     for name in programs:
-        for law, alarm in found[name].items():
+        for invariant, alarm in found[name].items():
             if "NotImplementedError" in alarm:
                 raise NotImplementedError
             said = alarm.partition("WrongAnswerError: ")[2]
             expect(not said, said)
-            expect(not alarm, f"Your program violates an invariant ({LAWS[law]}): {alarm}")
+            expect(not alarm, f"Your program violates an invariant ({INVARIANTS[invariant]}): {alarm}")
 
 
 def _apart(result: Any, wanted: Result) -> str:
@@ -144,7 +144,7 @@ train = Exercise(
 # ------------------------------------------------------------------------------------------------------ 2. a checkpoint
 
 
-def _goes_on(world: World, folder: Path) -> Result:
+def _resume(world: World, folder: Path) -> Result:
     model, start, path = ddp(), 0, folder / "last.pt"
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
     if path.exists():
@@ -162,22 +162,22 @@ def _goes_on(world: World, folder: Path) -> Result:
     return {"weights": weights(model)}
 
 
-def _test_goes_on(answer: Answer) -> str:
+def _test_resume(answer: Answer) -> str:
     def compared(world: World, folder: Path) -> Result:
         parts = [folder / name for name in ("yours", "right")]
         for part in parts:
             part.mkdir(exist_ok=True)
-        said = _apart(answer(world, parts[0]), _goes_on(world, parts[1]))
+        said = _apart(answer(world, parts[0]), _resume(world, parts[1]))
         expect(not said, said)
         files = [path for path in parts[0].rglob("*") if path.is_file()]
         expect(bool(files) or not world.is_main, "Your program leaves no file in its folder, so it cannot resume.")
         return {}
 
-    def goes_on(world: World, folder: Path) -> Result:
+    def resume(world: World, folder: Path) -> Result:
         result: Result = answer(world, folder)
         return result
 
-    _judge({"goes_on": goes_on, "compared": compared})
+    _judge({"resume": resume, "compared": compared})
     return "Killed after any step or in any write, the run resumes bitwise identically, and repeats at most one step."
 
 
@@ -207,13 +207,13 @@ def _going_on(*, optimizer_too: bool = True, in_place: bool = False, off: int = 
     return answer
 
 
-goes_on = Exercise(
+resume = Exercise(
     task=(
-        "goes_on(world, folder): train so that the run resumes from its folder after a kill at any time. The program "
+        "resume(world, folder): train so that the run resumes from its folder after a kill at any time. The program "
         "above has two bugs: in the content of its file, and in how it writes it. Return the weights as it does."
     ),
-    test=_test_goes_on,
-    solution=_goes_on,
+    test=_test_resume,
+    solution=_resume,
     wrong={
         "forgets the optimizer and writes in place": _going_on(optimizer_too=False, in_place=True),
         "forgets the optimizer": _going_on(optimizer_too=False),

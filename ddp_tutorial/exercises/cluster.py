@@ -2,15 +2,7 @@
 
 from collections.abc import Mapping
 
-from ddp_tutorial.exercises import Answer, Exercise, WrongAnswerError, expect
-
-
-def _number(answer: Answer, *arguments: object) -> float:
-    got = answer(*arguments)
-    if isinstance(got, bool) or not isinstance(got, (int, float)):
-        raise WrongAnswerError(f"The result must be a number, got {got!r}.")
-    return got
-
+from ddp_tutorial.exercises import Answer, Exercise, WrongAnswerError, expect, number
 
 # -------------------------------------------------------------------------------------------------- 1. time on the wire
 
@@ -46,7 +38,7 @@ _WHY = {
 
 def _test_wire(answer: Answer) -> str:
     for case in [(3_318_784, 2, 1e8), (3_318_784, 8, 1e9), (2**20, 4, 1e10)]:
-        right, got = _wire_seconds(*case), _number(answer, *case)
+        right, got = _wire_seconds(*case), number(answer, *case)
         why = next((f" Hint: {why}." for wrong, why in _WHY.items() if abs(wrong(*case) - got) < 1e-9), "")
         nbytes, ranks, bits = case
         what = f"{nbytes:,} bytes on {ranks} ranks at {bits:,.0f} bit/s: must be {right:.6f} s, got {got:.6f} s."
@@ -107,7 +99,7 @@ _WHY_FAR = {
 
 def _test_far(answer: Answer) -> str:
     for case in [(3_318_784, 1, 2, 5e-3, 1.2e8), (3_318_784, 30, 2, 5e-3, 1.2e8), (2**20, 3, 8, 1e-3, 1.2e7)]:
-        right, got = _far_seconds(*case), _number(answer, *case)
+        right, got = _far_seconds(*case), number(answer, *case)
         why = next((f" Hint: {why}." for wrong, why in _WHY_FAR.items() if abs(wrong(*case) - got) < 1e-9), "")
         nbytes, tensors, ranks, delay, bandwidth = case
         what = f"{nbytes:,} bytes in {tensors} tensors, {ranks} ranks, {1e3 * delay:g} ms, {bandwidth:,.0f} bytes/s"
@@ -166,7 +158,7 @@ def _of_the_communication(compute: float, communication: float, wanted: float) -
 
 def _test_micro_batches(answer: Answer) -> str:
     for compute, communication, wanted in [(0.1, 0.28, 0.8), (0.1, 0.028, 0.9), (0.05, 0.001, 0.9), (0.02, 1.0, 0.5)]:
-        right, got = _micro_batches(compute, communication, wanted), _number(answer, compute, communication, wanted)
+        right, got = _micro_batches(compute, communication, wanted), number(answer, compute, communication, wanted)
         if got != right:
             reached = {n: n * compute / (n * compute + communication) for n in (got, right)}
             raise WrongAnswerError(

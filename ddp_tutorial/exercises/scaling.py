@@ -4,16 +4,8 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from ddp_tutorial.ddp.link import LinkModel
-from ddp_tutorial.exercises import Answer, Exercise, WrongAnswerError, expect
+from ddp_tutorial.exercises import Answer, Exercise, WrongAnswerError, expect, number
 from ddp_tutorial.experiments.scaling import StepModel
-
-
-def _number(answer: Answer, *arguments: object) -> float:
-    got = answer(*arguments)
-    if isinstance(got, bool) or not isinstance(got, (int, float)):
-        raise WrongAnswerError(f"The result must be a number, got {got!r}.")
-    return got
-
 
 # ---------------------------------------------------------------------------------------------------- 1. a fair speedup
 
@@ -49,7 +41,7 @@ def _test_speed_up(answer: Answer) -> str:
         (TABLE, 1.28, "320 samples/s against 250"),
         (_SMALL, 1.25, "200 samples/s against 160"),
     ]:
-        got = _number(answer, list(rows))
+        got = number(answer, list(rows))
         table = "\n".join(f"  {row}" for row in rows)
         case = f"For\n{table}\nthe result must be {expected} ({sums}), got {got:.4g}.{_why(rows, got)}"
         expect(abs(got - expected) < 1e-6, case)
@@ -145,7 +137,7 @@ _LINKS = [
 def _test_break_even(answer: Answer) -> str:
     for case in _LINKS:
         batch, per_sample, nbytes, latency, bandwidth = case
-        got = _number(answer, *case)
+        got = number(answer, *case)
         right = _break_even(*case)
         link = LinkModel(latency, bandwidth)
 
@@ -229,7 +221,7 @@ _STEPS = [
 def _test_smallest_batch(answer: Answer) -> str:
     for model, ranks, wanted in _STEPS:
         right = _smallest_batch(model, ranks, wanted)
-        got = _number(answer, model, ranks, wanted)
+        got = number(answer, model, ranks, wanted)
         case = f"{ranks} ranks, at least {wanted:.0%} for {model}"
         if got != right and got >= 1 and int(got) == got:
             reached = model.weak_efficiency(int(got), ranks)

@@ -1,4 +1,4 @@
 from .exhibits import MUSEUM as MUSEUM
-from .laws import LAWS as LAWS
-from .laws import examine as examine
+from .invariants import INVARIANTS as INVARIANTS
+from .invariants import examine as examine
 from .parts import Exhibit as Exhibit

@@ -86,7 +86,7 @@ def runs_the_saved_epoch_again(world: World, folder: Path) -> Result:
     return {"weights": weights(model)}
 
 
-def goes_on_with_the_next_epoch(world: World, folder: Path) -> Result:
+def resumes_at_the_next_epoch(world: World, folder: Path) -> Result:
     model, start, path = ddp(), 0, folder / "last.pt"
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     if path.exists():
@@ -329,7 +329,7 @@ CHECKPOINTS: tuple[Exhibit, ...] = (
         "The checkpoint contains the number of the finished epoch, so that the resumed run repeats that epoch.",
         "No symptom; each restart adds an epoch.",
         runs_the_saved_epoch_again,
-        goes_on_with_the_next_epoch,
+        resumes_at_the_next_epoch,
         ("cuts",),
         (starts_the_epoch_anew,),
     ),

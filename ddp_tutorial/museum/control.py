@@ -180,7 +180,7 @@ def leaves_the_epoch_at_an_error(world: World) -> Result:
     return {"weights": weights(model)}
 
 
-def goes_on_after_any_error(world: World) -> Result:
+def continues_after_any_error(world: World) -> Result:
     model, failures = ddp(), 0
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for _, x, y in loader(world):
@@ -310,7 +310,7 @@ CONTROL = (
         "control",
         "The program counts and ignores up to five errors in steps.",
         "The model misses batches, or the run hangs.",
-        goes_on_after_any_error,
+        continues_after_any_error,
         ends_at_an_error,
         ("errors",),
         (breaks_off_at_an_error,),

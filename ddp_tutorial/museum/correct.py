@@ -1,4 +1,4 @@
-"""Correct programs that look wrong: no law may raise an alarm for them."""
+"""Correct programs that look wrong: no invariant may raise an alarm for them."""
 
 import math
 import signal

@@ -20,7 +20,7 @@ ISSUES = {
         "evaluates_padding": "pytorch/pytorch/issues/25162",
         "stops_on_its_own_loss": "Lightning-AI/pytorch-lightning/issues/379",
         "counts_its_own_batches": "pytorch/pytorch/issues/33148",
-        "goes_on_after_any_error": "pytorch/pytorch/issues/44353",
+        "continues_after_any_error": "pytorch/pytorch/issues/44353",
         "names_a_folder_each": "ashleve/lightning-hydra-template/issues/393",
         "forgets_the_optimizer": "EvolvingLMMs-Lab/OneVision-Encoder/pull/65",
         "runs_the_saved_epoch_again": "facebookresearch/FFCV-SSL/pull/3",

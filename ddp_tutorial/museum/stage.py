@@ -131,7 +131,7 @@ class Stage:
         return folder
 
     def once(self, key: Any, play: Callable[[], list[Outcome]]) -> list[Outcome]:
-        """Return the cached result of `play`, and run it only the first time, because several laws use the same run."""
+        """Return the result of `play`, which runs only the first time: several invariants use the same run."""
         if key not in self._kept:
             self._kept[key] = play()
         return self._kept[key]

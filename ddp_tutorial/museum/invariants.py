@@ -1,14 +1,15 @@
-"""Laws that every distributed training program must keep, and a function that finds the violations.
+"""Invariants that every distributed training program must keep, and a function that finds the violations.
 
     examine({"mine": train})      # {"mine": {"hang": "", "drift": "", "one process": "weights: ...", ...}}
 
-A program is a function in plain torch. Its parameters determine which laws apply: only `world`; also `accumulate` or
-`scale`; a `folder` from which it resumes; `losses` of which it selects the best; or a `model` and an `optimizer` whose
-replicas it compares. It returns a dict of results, and numbers and tensors in it must not depend on the number of
-ranks. Three keys are special: `seen`, the samples trained on in one epoch; `held_out`, the validation samples; and
+A program is a function in plain torch. Its parameters determine which invariants apply: only `world`; also `accumulate`
+or `scale`; a `folder` from which it resumes; `losses` of which it selects the best; or a `model` and an `optimizer`
+whose replicas it compares. It returns a dict of results, and numbers and tensors in it must not depend on the number
+of ranks. Three keys are special: `seen`, the samples trained on in one epoch; `held_out`, the validation samples; and
 `orders`, the order of the samples in each epoch of a program that shuffles.
 
-No law refers to a particular bug. The tests also run every law on correct programs, where it must not raise an alarm.
+No invariant refers to a particular bug. The tests also check every invariant on correct programs, where it must not
+raise an alarm.
 """
 
 import inspect
@@ -34,7 +35,7 @@ from ddp_tutorial.processes.errors import RankError, RankTimeoutError
 from ddp_tutorial.processes.launcher import launch
 from ddp_tutorial.world import World
 
-LAWS = {
+INVARIANTS = {
     "hang": "all ranks enter the same collectives, and return",
     "drift": "the replicas are equal after each step",
     "copies": "no two ranks use the same samples or random numbers",
@@ -55,13 +56,13 @@ _TOLERANCE = 1e-9  # in double precision; summing in a different order changes r
 def examine(
     programs: Mapping[str, Program], nprocs: int = 2, timeout: float | None = 600.0
 ) -> dict[str, dict[str, str]]:
-    """Check programs against all laws that apply to them.
+    """Check programs against all invariants that apply to them.
 
-    One launch runs all programs. If a rank dies, the current program has broken the current law, and the remaining
-    programs run in a new launch. After a hang, no further laws are checked for that program.
+    One launch runs all programs. If a rank dies, the current program has broken the current invariant, and the
+    remaining programs run in a new launch. After a hang, no further invariants are checked for that program.
 
     Returns:
-        For each program, a dict from each law to the violation, or "" if the program keeps the law.
+        For each program, a dict from each invariant to the violation, or "" if the program keeps the invariant.
 
     Raises:
         RankTimeoutError: If a launch takes longer than `timeout` seconds, for example because a program never returns.
@@ -81,8 +82,8 @@ def examine(
             except RankError as error:
                 died = f"a rank dies: {str(error).splitlines()[0]}"
             for line in notes.read_text().splitlines():
-                name, law, alarm = json.loads(line)
-                found[name][law] = died if alarm is None else alarm
+                name, invariant, alarm = json.loads(line)
+                found[name][invariant] = died if alarm is None else alarm
                 left.pop(name, None)
             if not died:
                 break
@@ -94,13 +95,13 @@ def examine(
 def _on_ranks(world: World, programs: Mapping[str, Program], notes: Path, scratch: Path) -> None:
     stage = Stage(world, scratch)
     for name, program in programs.items():
-        for law in applying(program):
+        for invariant in applying(program):
             if world.is_main:
-                _note(notes, name, law, None)
-            alarm = _LAWS[law](stage, program)
+                _note(notes, name, invariant, None)
+            alarm = _INVARIANTS[invariant](stage, program)
             if world.is_main:
-                _note(notes, name, law, alarm)
-            if law == "hang" and alarm:
+                _note(notes, name, invariant, alarm)
+            if invariant == "hang" and alarm:
                 break
 
 
@@ -110,7 +111,7 @@ def _note(notes: Path, *what: str | None) -> None:
 
 
 def applying(program: Program) -> list[str]:
-    """Return the laws that apply to a program, according to its parameters."""
+    """Return the invariants that apply to a program, according to its parameters."""
     takes = set(inspect.signature(program).parameters)
     if "losses" in takes:
         return ["best"]
@@ -122,7 +123,7 @@ def applying(program: Program) -> list[str]:
     return ["hang", "drift", "copies", "agreement", "one process", *divided, "once", "epochs", "errors"]
 
 
-# --------------------------------------------------------------------------------------------------- laws about one run
+# --------------------------------------------------------------------------------------------- invariants about one run
 
 
 def _settings(stage: Stage, program: Program) -> dict[str, Any]:
@@ -327,7 +328,7 @@ def _touch_in_reverse(folder: Path) -> None:
         os.utime(path, (10**9 - age, 10**9 - age))
 
 
-# ---------------------------------------------------------------------------------------------- laws about one function
+# ---------------------------------------------------------------------------------------- invariants about one function
 
 _NAN = math.nan
 _LOSSES = [
@@ -383,8 +384,8 @@ def _replica() -> tuple[nn.Module, torch.optim.Optimizer, dict[str, torch.Tensor
     return model, optimizer, tensors | {"the momentum of 1.bias": optimizer.state[last]["exp_avg"]}
 
 
-Law = Callable[[Stage, Program], str]
-_LAWS: dict[str, Law] = {
+Invariant = Callable[[Stage, Program], str]
+_INVARIANTS: dict[str, Invariant] = {
     "hang": _hang,
     "drift": _drift,
     "copies": _copies,
