@@ -208,9 +208,9 @@ def _problem(count: int, seed: int) -> tuple[list[float], list[int], float, floa
 def _test_best_buckets(answer: Answer) -> str:
     for count, seed in ((2, 0), (2, 1), *((9, seed) for seed in range(2, 14)), (300, 14), (300, 15)):
         problem = _problem(count, seed)
-        started = time.monotonic()
+        started = time.process_time()
         got = [list(bucket) for bucket in answer(*problem)]
-        took = time.monotonic() - started
+        took = time.process_time() - started
         case = f"best_buckets with {count} gradients" + (f", {problem}," if count < 10 else "")
         expect(
             [index for bucket in got for index in bucket] == list(range(count)) and all(got),
@@ -222,7 +222,7 @@ def _test_best_buckets(answer: Answer) -> str:
             mine < best * (1 + 1e-9),
             f"{case} has a better answer: the last all-reduce ends at {mine:.3f} s, and can end at {best:.3f} s.",
         )
-        expect(took < 5, f"{case} took {took:.0f} s. There are too many assignments to try all of them.")
+        expect(took < 5, f"{case} took {took:.0f} s of CPU time. There are too many assignments to try all of them.")
     return "Your buckets are optimal for 9 gradients and for 300, at any latency and bandwidth."
 
 
