@@ -16,6 +16,7 @@ from torch.utils.data import TensorDataset
 from commands import call
 from ddp_tutorial.config import ConfigError, from_arguments, load
 from ddp_tutorial.processes.launcher import launch
+from ddp_tutorial.runs.folder import load_run
 from ddp_tutorial.sharding.sources import make_source
 from ddp_tutorial.training.config import TaskConfig, TrainConfig
 from ddp_tutorial.training.optimization import make_optimizer
@@ -191,6 +192,16 @@ class Smoothed:
 def plain(model, batch):
     return Smoothed(0.0)(model, batch)
 
+class Evaluations:
+    def __init__(self, most):
+        self.most = most
+
+    def __call__(self, values):
+        return len(values) == self.most
+
+def is_low(values):
+    return min(values.values()) < 10
+
 NUMBER = 3
 """
 BIGRAM = ("model.class=mine.Bigram", "model.args.vocab=256", "steps=4", "eval_every=4", "warmup_steps=0")
@@ -221,6 +232,20 @@ def test_a_local_model_and_loss_are_selected_by_import_path() -> None:
     assert (refused.returncode, "never imports its code" in refused.stderr) == (2, True)
     planned = call("train", "tiny", *BIGRAM, "loss=mine.plain", "device=cpu", "--dry-run")
     assert (planned.returncode, "4,352 parameters" in planned.stdout) == (0, True), planned
+
+
+@pytest.mark.usefixtures("mine")
+def test_a_stopping_rule_by_import_path_ends_the_run_on_all_ranks() -> None:
+    often = ("steps=40", "eval_every=2", "nprocs=2")
+    rule = ("early_stopping.rule.class=mine.Evaluations", "early_stopping.rule.args.most=3")
+    for name, options, step in (("object", rule, 6), ("function", ["early_stopping.rule=mine.is_low"], 2)):
+        trained(f"name={name}", *often, *options)
+        result = load_run(f"runs/{name}").result
+        assert result is not None
+        assert (result["step"], result["reason"]) == (step, "early_stopping.rule returned true")
+    refused = call("train", "tiny", *BIGRAM, "early_stopping.rule=mine.is_lower", "name=refused", "device=cpu")
+    assert (refused.returncode, "'early_stopping.rule' 'mine.is_lower'" in refused.stderr) == (2, True), refused.stderr
+    assert not Path("runs/refused").exists()
 
 
 TASK = """

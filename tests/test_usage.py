@@ -27,7 +27,7 @@ from ddp_tutorial.runs.usage import imbalance
 from ddp_tutorial.training.config import EarlyStoppingConfig, ModelConfig, ProfileConfig, TaskConfig, TrainConfig
 from ddp_tutorial.training.evaluation_tracker import EvaluationTracker
 from ddp_tutorial.training.export import evaluate
-from ddp_tutorial.training.stopping import best_step, without_progress
+from ddp_tutorial.training.stopping import best_step, stopping_rule, without_progress
 from ddp_tutorial.training.tasks import make_trainer, train
 from ddp_tutorial.training.trainer import TrainResult
 from ddp_tutorial.training.weights import load_weights
@@ -138,7 +138,7 @@ def test_a_best_model_left_by_a_killed_run_is_replaced() -> None:
     run, model = RunFolder(Path("runs/left")), nn.Linear(2, 1)
     (run.best / "step_00000002").mkdir(parents=True)  # from an attempt that ended before its first checkpoint
     (run.best / "step_00000001").mkdir()
-    best = EvaluationTracker(World(), run, TrainConfig(best_model=True))
+    best = EvaluationTracker(World(), run, TrainConfig(best_model=True), stopping_rule(TrainConfig()))
     best.add(2, {"loss": 1.0}, model)
     assert best.saved_steps() == [2]
     fresh = nn.Linear(2, 1)

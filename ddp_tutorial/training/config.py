@@ -70,6 +70,11 @@ def check_class(value: Any, names: tuple[str, ...] = ()) -> Any:
     )
 
 
+def check_function(value: Any) -> Any:
+    """Return None, the import path of a function, or that of a class of functions with its arguments."""
+    return value if value is None or is_import_path(value) else check_class(value)
+
+
 class BestConfig(Config):
     """The criterion for the best evaluation, for early stopping and for the best model."""
 
@@ -85,6 +90,22 @@ class EarlyStoppingConfig(Config):
     )
     minimum_delta: float = Field(0.0, ge=0, description="Smallest change that counts as an improvement.")
     grace_steps: int = Field(0, ge=0, description="Steps before evaluations count.")
+    rule: str | ClassSetting | None = Field(
+        None,
+        examples=["mymodule.is_flat"],
+        description="Import path of a function, or of a class of functions and its arguments. It gets the metric by "
+        "step, and the run stops when it returns true.",
+    )
+
+    @property
+    def is_enabled(self) -> bool:
+        """Whether a run may stop early."""
+        return self.patience > 0 or self.rule is not None
+
+    @field_validator("rule", mode="before")
+    @classmethod
+    def _rule_is_a_function_or_a_class(cls, value: Any) -> Any:
+        return check_function(value)
 
 
 class ProfileConfig(Config):
@@ -257,8 +278,9 @@ class TrainConfig(Config):
 
     @property
     def names_classes(self) -> bool:
-        """Whether the optimizer or the scheduler is specified by its import path."""
-        return self.scheduler is not None or not isinstance(self.optimizer, str)
+        """Whether the optimizer, the scheduler or the rule of early stopping is specified by its import path."""
+        imported = self.scheduler, self.early_stopping.rule
+        return not isinstance(self.optimizer, str) or any(each is not None for each in imported)
 
     @property
     def label(self) -> str:
@@ -477,7 +499,7 @@ class TaskConfig(TrainConfig):
 
     @property
     def names_classes(self) -> bool:
-        """Whether the optimizer, the scheduler, the task, the model or the loss is specified by its import path."""
+        """Whether any part of the training run is specified by its import path."""
         if is_import_path(self.task):
             return True
         return super().names_classes or self.model.imported is not None or self.loss is not None
@@ -520,7 +542,7 @@ class TaskConfig(TrainConfig):
     @field_validator("loss", mode="before")
     @classmethod
     def _loss_is_a_function_or_a_class(cls, value: Any) -> Any:
-        return value if value is None or is_import_path(value) else check_class(value)
+        return check_function(value)
 
     @model_validator(mode="after")
     def _rule_has_a_learning_rate(self) -> "TaskConfig":

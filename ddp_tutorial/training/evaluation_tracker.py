@@ -10,7 +10,7 @@ from ddp_tutorial.checkpoint.manifest import checkpoint_name
 from ddp_tutorial.config import ConfigError, did_you_mean
 from ddp_tutorial.runs.folder import RunFolder
 from ddp_tutorial.training.config import TrainConfig
-from ddp_tutorial.training.stopping import best_step, without_progress
+from ddp_tutorial.training.stopping import StoppingRule, best_step
 from ddp_tutorial.training.weights import save_model
 from ddp_tutorial.world import World
 
@@ -23,9 +23,9 @@ class EvaluationTracker:
     run folder.
     """
 
-    def __init__(self, world: World, run: RunFolder, config: TrainConfig) -> None:
-        """Start without evaluations."""
-        self.world, self.run, self.config = world, run, config
+    def __init__(self, world: World, run: RunFolder, config: TrainConfig, rule: StoppingRule) -> None:
+        """Start without evaluations. `rule` decides whether the run stops early; see `stopping.stopping_rule`."""
+        self.world, self.run, self.config, self.rule = world, run, config, rule
         self.evaluations: dict[int, dict[str, float]] = {}  # step -> name -> mean
         self.is_over = False  # on all ranks; see `reason_to_stop`
 
@@ -59,16 +59,10 @@ class EvaluationTracker:
         reached = [step for step, means in self.evaluations.items() if target is not None and means[LOSS] <= target]
         if reached:
             return f"the validation loss reached target_loss={target:g} at step {reached[0]}"
-        return f"no improvement since step {self.step}" if self.has_stalled() else ""
-
-    def has_stalled(self) -> bool:
-        """Return whether the last `early_stopping.patience` evaluations brought no improvement."""
         options = self.config.early_stopping
-        if not options.patience:
-            return False
-        values = self.values
-        stalled = without_progress(values, options.minimum_delta, options.grace_steps, self.config.best.mode)
-        return stalled >= options.patience
+        if not (self.evaluations and options.is_enabled and self.rule(self.values)):
+            return ""
+        return "early_stopping.rule returned true" if options.rule else f"no improvement since step {self.step}"
 
     def saved_steps(self) -> list[int]:
         """Return the steps whose weights are in the run folder: at most one."""

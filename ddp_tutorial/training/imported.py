@@ -58,6 +58,20 @@ def import_function(name: str, path: str) -> Callable[..., Any]:
     return found
 
 
+def import_callable(name: str, setting: str | ClassSetting) -> Callable[..., Any]:
+    """Import a function, or construct an object of a class of functions.
+
+    Raises:
+        ConfigError: If the function or the class cannot be imported, or if the class does not accept its arguments.
+    """
+    if isinstance(setting, str):
+        return import_function(name, setting)
+    found = construct(name, setting, object)
+    if not callable(found):
+        raise ConfigError(f"'{name}.class' must be a class of functions, got {setting['class']!r}: add __call__")
+    return found
+
+
 def check_arguments(name: str, setting: ClassSetting, base: type) -> None:
     """Import the class of a setting, and raise `ConfigError` if its constructor does not accept the arguments.
 

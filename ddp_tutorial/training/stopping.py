@@ -2,17 +2,19 @@
 
 import math
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from typing import Literal
 
 from ddp_tutorial.processes.signals import SIGNALS, handling
 from ddp_tutorial.runs.folder import RunFolder, StopRequest
-from ddp_tutorial.training.config import Mode
+from ddp_tutorial.training.config import Mode, TrainConfig
+from ddp_tutorial.training.imported import import_callable
 from ddp_tutorial.world import World
 
 # "stop": stop. "save": save a checkpoint and stop. "signal": the same, after a signal. "": continue.
 StopDecision = StopRequest | Literal["signal", ""]
+StoppingRule = Callable[[Mapping[int, float]], bool]
 _STOP, _SAVE, _SIGNAL = 1, 2, 4  # only rank 0 sends 1 or 2, so a sum of at least 4 contains a signal
 CHECK_EVERY = 0.01  # seconds between checks for a request; a check takes about 30 microseconds
 
@@ -64,6 +66,23 @@ class StopRequests:
         """Remove the stop request from the run folder, because the run has stopped."""
         if self.world.is_main:
             self.request.unlink(missing_ok=True)
+
+
+def stopping_rule(config: TrainConfig) -> StoppingRule:
+    """Return the function that decides from the values of `best.metric` by step whether a run stops early.
+
+    Raises:
+        ConfigError: If `early_stopping.rule` cannot be imported, or does not accept its arguments.
+    """
+    options = config.early_stopping
+    if options.rule is not None:
+        return import_callable("early_stopping.rule", options.rule)
+
+    def has_stalled(values: Mapping[int, float]) -> bool:
+        stalled = without_progress(values, options.minimum_delta, options.grace_steps, config.best.mode)
+        return 0 < options.patience <= stalled
+
+    return has_stalled
 
 
 def without_progress(

@@ -36,8 +36,9 @@ from ddp_tutorial.training.compilation import require_backend, require_compiler
 from ddp_tutorial.training.config import TaskConfig, is_import_path
 from ddp_tutorial.training.cuts import with_recorded_cuts
 from ddp_tutorial.training.gpt import GPT, next_token_loss
-from ddp_tutorial.training.imported import check_arguments, construct, import_function, import_object
+from ddp_tutorial.training.imported import check_arguments, construct, import_callable, import_object
 from ddp_tutorial.training.optimization import check_update
+from ddp_tutorial.training.stopping import stopping_rule
 from ddp_tutorial.training.strategies import mesh_of, micro_batches_per_rank, pipeline_of
 from ddp_tutorial.training.trainer import Trainer, TrainResult, with_steps
 from ddp_tutorial.world import World, choose_device
@@ -134,14 +135,7 @@ def loss_of(config: TaskConfig) -> Loss:
     Raises:
         ConfigError: If the function or the class cannot be imported, or if the class does not accept its arguments.
     """
-    if config.loss is None:
-        return task_of(config).loss
-    if isinstance(config.loss, str):
-        return import_function("loss", config.loss)
-    loss = construct("loss", config.loss, object)
-    if not callable(loss):
-        raise ConfigError(f"'loss.class' must be a class of loss functions, got {config.loss['class']!r}: add __call__")
-    return loss
+    return task_of(config).loss if config.loss is None else import_callable("loss", config.loss)
 
 
 def samples_of(config: TaskConfig, world: World) -> tuple[Data, Data]:
@@ -220,6 +214,7 @@ def check_world(config: TaskConfig, ranks: int) -> None:
     if config.names_classes:
         check_update(config)
         loss_of(config)
+        stopping_rule(config)
     if config.model.imported is not None:
         check_arguments("model", config.model.imported, nn.Module)
     micro_batches_per_rank(config, ranks)

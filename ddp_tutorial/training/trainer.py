@@ -52,7 +52,7 @@ from ddp_tutorial.training.optimization import (
 )
 from ddp_tutorial.training.profiling import StepProfiler
 from ddp_tutorial.training.step import make_train_step
-from ddp_tutorial.training.stopping import StopDecision, StopRequests
+from ddp_tutorial.training.stopping import StopDecision, StopRequests, stopping_rule
 from ddp_tutorial.training.weights import save_model
 from ddp_tutorial.world import World
 
@@ -121,7 +121,8 @@ class Trainer:
     ) -> None:
         """Build the training step, and create the run folder."""
         config = config or TrainConfig()
-        needs_evaluations = config.best_model or config.early_stopping.patience or config.target_loss is not None
+        rule = stopping_rule(config)
+        needs_evaluations = config.best_model or config.early_stopping.is_enabled or config.target_loss is not None
         if needs_evaluations and validation_data is None:
             raise ConfigError(
                 "'best_model', 'early_stopping' and 'target_loss' require evaluations; pass validation_data to Trainer"
@@ -172,7 +173,7 @@ class Trainer:
             memory_limit_mb=config.memory_limit_mb,
             gpu_memory_limit_mb=config.gpu_memory_limit_mb,
         )
-        self.log, self.best = self.record.log, EvaluationTracker(world, self.run, config)
+        self.log, self.best = self.record.log, EvaluationTracker(world, self.run, config, rule)
         first, last = config.profile.first_step, config.profile.first_step + config.profile.steps - 1
         last, link = min(last, config.steps), self.train_step.strategy.link
         self.profiler = StepProfiler(world, self.run, first, last, link, config.profile.recorded)
