@@ -285,9 +285,22 @@ def test_an_unreachable_hub_is_reported_immediately_with_advice(workdir: Path, m
         load_corpus("hub:owner/stories")
 
 
-@pytest.mark.parametrize(("name", "streaming", "count"), [("hub:owner/stories", False, 40), ("hub:a/b[:5]", True, 5)])
-def test_a_hub_corpus_is_the_train_split_and_a_slice_is_streamed(
-    name: str, streaming: bool, count: int, workdir: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("name", "where", "revision", "streaming", "count"),
+    [
+        ("hub:owner/stories", "owner/stories", None, False, 40),
+        ("hub:owner/stories@v1.0", "owner/stories", "v1.0", False, 40),
+        ("hub:a/b@main[:5]", "a/b", "main", True, 5),
+    ],
+)
+def test_a_hub_corpus_is_the_train_split_of_a_revision_and_a_slice_is_streamed(
+    name: str,
+    where: str,
+    revision: str | None,
+    streaming: bool,
+    count: int,
+    workdir: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     asked: list[dict[str, object]] = []
 
@@ -298,8 +311,7 @@ def test_a_hub_corpus_is_the_train_split_and_a_slice_is_streamed(
     monkeypatch.setattr("datasets.load_dataset", load_dataset)
     monkeypatch.setattr(corpora, "_reach_hub", lambda argument: None)
     corpus = load_corpus(name)
-    where = name.removeprefix("hub:").removesuffix("[:5]")
-    assert asked == [{"where": where, "split": "train", "streaming": streaming}]
+    assert asked == [{"where": where, "split": "train", "revision": revision, "streaming": streaming}]
     assert len(documents(corpus.train) + documents(corpus.valid)) == count
 
 

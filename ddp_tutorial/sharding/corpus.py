@@ -5,8 +5,9 @@ small sample of generated stories in the repository. `stories:N` generates N sto
 
 For custom text, `text:PATH` is a file or a folder. `json:PATH` and `parquet:PATH` are files or folders with a text
 column. Its name is `text` unless specified, as in `json:notes.jsonl#body`. `hub:OWNER/NAME` is a dataset on the Hugging
-Face Hub. `hub:OWNER/NAME[:20000]` is its first 20,000 documents, which are streamed, so that the rest is not
-downloaded. These three kinds are read with `datasets`, and the tokens are cached under runs/cache.
+Face Hub. `hub:OWNER/NAME@REVISION` is a commit, branch or tag of it. `hub:OWNER/NAME[:20000]` is its first 20,000
+documents, which are streamed, so that the rest is not downloaded. These three kinds are read with `datasets`, and the
+tokens are cached under runs/cache. A cached dataset of the Hub is not updated.
 
 `bin:FOLDER` maps the files `train.bin` and `val.bin` of tokens; see token_files.py.
 """
@@ -214,8 +215,9 @@ def _read_dataset(kind: str, argument: str) -> Iterator[bytes]:
     try:
         if kind == "hub":
             where, sliced, first = where.partition("[:")
+            where, _, revision = where.partition("@")
             _reach_hub(argument)
-            rows = load_dataset(where, split="train", streaming=bool(sliced))
+            rows = load_dataset(where, split="train", revision=revision or None, streaming=bool(sliced))
             rows = rows.take(int(first.removesuffix("]"))) if sliced else rows
         else:
             files = list(map(str, _files(kind, argument)))
