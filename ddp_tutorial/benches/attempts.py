@@ -39,8 +39,8 @@ from ddp_tutorial.world import World, process_group
 
 RANKS = 2
 PHASE_BOUNDARIES = 300  # a random kill hits one of a rank's first points, out of this number
-TIME_LIMIT = 120.0  # timeout of one attempt in seconds
-GOING = 5.0  # seconds in which the processes that a rank started must exit after it
+TIME_LIMIT = 300.0  # timeout of one attempt in seconds
+GOING = 30.0  # seconds in which the processes that a rank started must exit after it
 REFUSED = 2  # the exit code of a rank that rejected the config
 # Modules for the log and the model card that each rank would otherwise import in each attempt.
 _PRELOADED = [__name__, "tensorboardX", "jinja2"]
