@@ -1,4 +1,4 @@
-"""Exercises of 07_sharding_data: the rest of an epoch, exact evaluation, worker samples, and a resumable sampler."""
+"""Exercises of 07_sharding_data: a guard against wrong shards, exact evaluation, and a resumable sampler."""
 
 import json
 from collections import Counter
@@ -12,143 +12,137 @@ from torch.utils.data import DataLoader
 
 from ddp_tutorial.collectives import all_gather, all_reduce_sum
 from ddp_tutorial.exercises import Answer, Exercise, WrongAnswerError, expect, on_ranks
-from ddp_tutorial.sharding.permutation import Permutation
 from ddp_tutorial.world import World
 
-# ---------------------------------------------------------------------------------------------- 1. the rest of an epoch
+# ------------------------------------------------------------------------------------- 1. a guard against wrong shards
+
+# Name, and the indices of each of 3 ranks for 7 samples.
+_SHARDS: tuple[tuple[str, list[list[int]]], ...] = (
+    ("each sample is read once", [[0, 3, 6], [1, 4], [2, 5]]),
+    ("each sample is read once, in a different order", [[6, 5], [4, 0, 3], [2, 1]]),
+    ("rank 2 has no samples, and each sample is read once", [[0, 1, 2, 3], [4, 5, 6], []]),
+    ("every rank reads all samples", [list(range(7))] * 3),
+    ("samples 0 and 1 are repeated, as DistributedSampler does", [[0, 3, 6], [1, 4, 0], [2, 5, 1]]),
+    ("sample 6 is skipped", [[0, 3], [1, 4], [2, 5]]),
+    ("sample 0 is repeated and sample 6 is skipped", [[0, 3], [1, 4, 0], [2, 5]]),
+    ("rank 1 reads sample 4 twice", [[0, 3, 6], [1, 4, 4], [2, 5]]),
+    ("rank 0 reads sample 7 instead of sample 6", [[0, 3, 7], [1, 4], [2, 5]]),
+)
+_VALID = 3  # the first shards are right
 
 
-def _steps_by_rank(answer: Answer, order: Permutation, cursor: int, batch: int, size: int) -> list[list[list[int]]]:
-    """Return the samples as [rank][step]. Raises `WrongAnswerError` if the answer yields anything else."""
-    found = []
-    for rank in range(size):
-        steps = answer(order, cursor, batch, rank, size)
-        expect(steps is not None, "Got None. Yield this rank's samples, one step after another.")
+def _run_check(world: World, answer: Answer) -> list[tuple[bool, object]]:
+    """Return, for each of the shards, whether this rank's answer raised `ValueError`, and what it returned."""
+    found: list[tuple[bool, object]] = []
+    for _, shards in _SHARDS:
+        indices = list(shards[world.rank])
         try:
-            found.append([[int(sample) for sample in step] for step in steps])
-        except TypeError as error:
-            raise WrongAnswerError(f"Each step must be a sequence of sample indices: {error}") from None
+            result = answer(world, indices, 7)
+        except ValueError:
+            found.append((True, None))
+        else:
+            found.append((False, result))
+        expect(indices == shards[world.rank], "check_shards must not change the list `indices`.")
+        dist.barrier()  # the training would communicate next
     return found
 
 
-def _merged(parts: Sequence[Sequence[int]]) -> list[int]:
-    """Return a step before the split: the first sample of every rank, then the second sample, and so on."""
-    longest = max(map(len, parts))
-    return [part[place] for place in range(longest) for part in parts if place < len(part)]
+def _test_check(answer: Answer) -> str:
+    stuck = "A rank waits forever for the others. Every rank must enter the same collectives, and then raise or return."
+    ranks = on_ranks(_run_check, 3, answer, stuck=stuck, timeout=60)
+    for number, (name, shards) in enumerate(_SHARDS):
+        raised = [rank[number][0] for rank in ranks]
+        who = [rank for rank, each in enumerate(raised) if each]
+        where = f"7 samples, the ranks read {shards}: {name}"
+        if number < _VALID:
+            expect(not who, f"{where}. No rank must raise, but ranks {who} do.")
+        else:
+            expect(who != [], f"{where}. Every rank must raise ValueError, but no rank does.")
+            expect(
+                all(raised),
+                f"{where}. Every rank must raise ValueError, but only ranks {who} do. The other ranks would continue "
+                "and wait for them in the next collective.",
+            )
+    return "Every rank raises for wrong shards, and no rank raises for right ones."
 
 
-def _check_rest(answer: Answer, order: Permutation, cursor: int, batch: int, size: int) -> None:
-    where = f"{order.samples} samples, batch {batch}, cursor {cursor}, {size} ranks"
-    epoch, start = divmod(cursor, order.samples)
-    whole = order.take(epoch * order.samples, order.samples).tolist()
-    rest = whole[start:]
-    expected = [rest[begin : begin + batch] for begin in range(0, len(rest), batch)]
-    found = _steps_by_rank(answer, order, cursor, batch, size)
-    counts = Counter(sample for steps in found for part in steps for sample in part)
-    again = sorted(set(counts) & set(whole[:start]))
-    expect(not again, f"{where}: samples {again[:5]} were read before the cursor, and are yielded again.")
-    strange = sorted(set(counts) - set(whole))
-    expect(not strange, f"{where}: indices {strange[:5]} are out of range.")
-    missing = [sample for sample in rest if sample not in counts]
-    expect(not missing, f"{where}: samples {missing[:5]} remain in this epoch, but no rank gets them.")
-    twice = [sample for sample, count in counts.items() if count > 1]
-    expect(not twice, f"{where}: samples {twice[:5]} are yielded more than once.")
-    lengths = {len(steps) for steps in found}
-    expect(
-        lengths == {len(expected)},
-        f"{where}: every rank must yield {len(expected)} steps, got {sorted(lengths)}. In a step without samples for "
-        "this rank, yield an empty list, because the other ranks wait for this rank.",
-    )
-    for number, want in enumerate(expected):
-        got = [steps[number] for steps in found]
-        expect(
-            sorted(_merged(got)) == sorted(want),
-            f"{where}: step {number} must contain the samples {want} over all ranks, got {got}. First take the samples "
-            "of the step, then split them between the ranks.",
-        )
-        sizes = [len(part) for part in got]
-        expect(
-            max(sizes) - min(sizes) <= 1,
-            f"{where}: in step {number}, the ranks' sample counts must differ by at most one, got {sizes}.",
-        )
+def _check_shards(world: World, indices: Sequence[int], samples: int) -> None:
+    shards: list[Any] = [None] * world.size
+    dist.all_gather_object(shards, list(indices))
+    if sorted(chain(*shards)) != list(range(samples)):  # the same on every rank, so all ranks raise or none does
+        raise ValueError(f"expected each of {samples} samples once, got {shards}")
 
 
-def _test_rest(answer: Answer) -> str:
-    for samples, cursor, batch, size in [(24, 0, 6, 2), (24, 12, 6, 3), (22, 12, 6, 3), (22, 22 + 12, 6, 3)]:
-        _check_rest(answer, Permutation(samples, seed=0), cursor, batch, size)
-    for cursor in range(0, 50, 7):
-        for size in (1, 2, 4):
-            _check_rest(answer, Permutation(25, seed=1), cursor, 8, size)
-    return "For every cursor and every number of ranks, the ranks read exactly the rest of the epoch."
+def _checks_counts(world: World, indices: Sequence[int], samples: int) -> None:
+    if sum(all_gather(world, len(indices))) != samples:
+        raise ValueError
 
 
-def _rest_of_epoch(order: Permutation, cursor: int, batch: int, rank: int, size: int) -> "Iterator[Sequence[int]]":
-    end = (cursor // order.samples + 1) * order.samples
-    while cursor < end:
-        count = min(batch, end - cursor)  # the last step may be smaller
-        yield order.take(cursor, count)[rank::size].tolist()
-        cursor += count
+def _checks_the_union(world: World, indices: Sequence[int], samples: int) -> None:
+    if set(chain(*all_gather(world, list(indices)))) != set(range(samples)):
+        raise ValueError
 
 
-def _from_the_start(order: Permutation, cursor: int, batch: int, rank: int, size: int) -> Iterator[Sequence[int]]:
-    return _rest_of_epoch(order, cursor - cursor % order.samples, batch, rank, size)
+def _checks_for_copies(world: World, indices: Sequence[int], samples: int) -> None:
+    if max(Counter(chain(*all_gather(world, list(indices)))).values()) > 1:
+        raise ValueError
 
 
-def _into_the_next_epoch(order: Permutation, cursor: int, batch: int, rank: int, size: int) -> Iterator[Sequence[int]]:
-    end = (cursor // order.samples + 1) * order.samples
-    for begin in range(cursor, end, batch):
-        yield order.take(begin, batch)[rank::size].tolist()
+def _checks_its_own_indices(world: World, indices: Sequence[int], samples: int) -> None:
+    own = set(indices)
+    if len(own) < len(indices) or not own <= set(range(samples)):
+        raise ValueError
 
 
-def _drops_the_last(order: Permutation, cursor: int, batch: int, rank: int, size: int) -> Iterator[Sequence[int]]:
-    end = (cursor // order.samples + 1) * order.samples
-    for begin in range(cursor, end - batch + 1, batch):
-        yield order.take(begin, batch)[rank::size].tolist()
+def _compares_sets_of_ranks(world: World, indices: Sequence[int], samples: int) -> None:
+    shards = [set(shard) for shard in all_gather(world, list(indices))]
+    if sum(map(len, shards)) != samples or set().union(*shards) != set(range(samples)):
+        raise ValueError  # misses a sample that one rank reads twice
 
 
-def _deals_first(order: Permutation, cursor: int, batch: int, rank: int, size: int) -> Iterator[Sequence[int]]:
-    end = (cursor // order.samples + 1) * order.samples
-    own = order.take(cursor, end - cursor)[rank::size].tolist()
-    each = batch // size
-    for begin in range(0, len(own), each):
-        yield own[begin : begin + each]
+def _raises_on_rank_zero(world: World, indices: Sequence[int], samples: int) -> None:
+    wrong = sorted(chain(*all_gather(world, list(indices)))) != list(range(samples))
+    if wrong and world.is_main:
+        raise ValueError
 
 
-def _not_dealt(order: Permutation, cursor: int, batch: int, rank: int, size: int) -> Iterator[Sequence[int]]:
-    return _rest_of_epoch(order, cursor, batch, 0, 1)
+def _expects_an_order(world: World, indices: Sequence[int], samples: int) -> None:
+    if all_gather(world, list(indices)) != [list(range(rank, samples, world.size)) for rank in range(world.size)]:
+        raise ValueError
 
 
-def _always_epoch_zero(order: Permutation, cursor: int, batch: int, rank: int, size: int) -> Iterator[Sequence[int]]:
-    return _rest_of_epoch(order, cursor % order.samples, batch, rank, size)
+def _expects_equal_lengths(world: World, indices: Sequence[int], samples: int) -> None:
+    shards = all_gather(world, list(indices))
+    if len(set(map(len, shards))) > 1 or sorted(chain(*shards)) != list(range(samples)):
+        raise ValueError
 
 
-def _in_pieces(order: Permutation, cursor: int, batch: int, rank: int, size: int) -> Iterator[Sequence[int]]:
-    end = (cursor // order.samples + 1) * order.samples
-    each = -(-batch // size)
-    for begin in range(cursor, end, batch):
-        yield order.take(begin, min(batch, end - begin))[rank * each : (rank + 1) * each].tolist()
+def _returns_a_bool(world: World, indices: Sequence[int], samples: int) -> bool:
+    return sorted(chain(*all_gather(world, list(indices)))) == list(range(samples))
 
 
-rest_of_epoch = Exercise(
+check_shards = Exercise(
     task=(
-        "rest_of_epoch(order, cursor, batch, rank, size): for each remaining step of the epoch after `cursor` samples, "
-        "yield this rank's samples. The last step may be smaller."
+        "check_shards(world, indices, samples): raise ValueError on every rank unless the ranks' indices together are "
+        "0 to samples - 1, each exactly once."
     ),
-    test=_test_rest,
-    solution=_rest_of_epoch,
+    test=_test_check,
+    solution=_check_shards,
     wrong={
-        "starts the epoch over": _from_the_start,
-        "reads on into the next epoch": _into_the_next_epoch,
-        "drops the last, smaller step": _drops_the_last,
-        "splits by rank first and by step second": _deals_first,
-        "gives every rank every sample": _not_dealt,
-        "ignores the epoch": _always_epoch_zero,
-        "splits the last step unevenly": _in_pieces,
+        "compares the number of samples only": _checks_counts,
+        "compares the union only": _checks_the_union,
+        "looks for copies only": _checks_for_copies,
+        "looks at its own indices only": _checks_its_own_indices,
+        "ignores copies within a rank": _compares_sets_of_ranks,
+        "raises on rank 0 only": _raises_on_rank_zero,
+        "accepts a single order only": _expects_an_order,
+        "rejects shards of different lengths": _expects_equal_lengths,
+        "returns the result instead of raising": _returns_a_bool,
     },
     hints=(
-        "The cursor counts samples from the start of epoch 0. This epoch ends at the next multiple of order.samples.",
-        "order.take(cursor, count) returns the next `count` samples. What is the count of the last step?",
-        "Use count = min(batch, end - cursor), then split: order.take(cursor, count)[rank::size].",
+        "A rank knows only its own indices. Which collective gives every rank the indices of all ranks?",
+        "dist.all_gather_object(shards, indices) fills a list of world.size elements on every rank.",
+        "Sort all indices and compare them with list(range(samples)). Every rank computes the same result.",
     ),
 )
 
@@ -287,92 +281,7 @@ evaluate = Exercise(
     ),
 )
 
-# ------------------------------------------------------------------------------------------------ 3. a worker's samples
-
-
-def _all_parts(answer: Answer, samples: int, size: int, workers: int) -> list[list[list[int]]]:
-    """Return the samples as [rank][worker]."""
-    parts = [[answer(samples, rank, size, worker, workers) for worker in range(workers)] for rank in range(size)]
-    for part in [part for rank in parts for part in rank]:
-        expect(part is not None, "Got None. Return the sample indices of this worker.")
-    return [[[int(sample) for sample in part] for part in rank] for rank in parts]
-
-
-def _test_worker(answer: Answer) -> str:
-    for samples, size, workers in [(12, 2, 2), (12, 1, 3), (12, 3, 1), (13, 2, 3), (7, 4, 2), (2, 2, 2)]:
-        where = f"{samples} samples, {size} ranks with {workers} workers each"
-        parts = _all_parts(answer, samples, size, workers)
-        counts = Counter(sample for rank in parts for part in rank for sample in part)
-        missing = sorted(set(range(samples)) - set(counts))
-        expect(not missing, f"{where}: no worker reads samples {missing[:6]}. The parts are {parts}.")
-        twice = sorted(sample for sample, count in counts.items() if count > 1)
-        expect(not twice, f"{where}: samples {twice[:6]} are read more than once. The parts are {parts}.")
-        strange = sorted(set(counts) - set(range(samples)))
-        expect(not strange, f"{where}: indices {strange[:6]} are out of range.")
-        of_ranks = [sum(map(len, rank)) for rank in parts]
-        expect(
-            max(of_ranks) - min(of_ranks) <= 1,
-            f"{where}: the ranks' sample counts must differ by at most one, got {of_ranks}. First split between the "
-            "ranks, then between each rank's workers.",
-        )
-        for rank, own in enumerate(parts):
-            lengths = [len(part) for part in own]
-            expect(
-                max(lengths) - min(lengths) <= 1,
-                f"{where}: the sample counts of rank {rank}'s workers must differ by at most one, got {lengths}.",
-            )
-    return "Exactly one worker of one rank reads each sample, and the work is split evenly."
-
-
-def _own_samples(samples: int, rank: int, size: int, worker: int, workers: int) -> list[int]:
-    of_rank = list(range(samples))[rank::size]
-    return of_rank[worker::workers]
-
-
-def _offset_twice(samples: int, rank: int, size: int, worker: int, workers: int) -> list[int]:
-    of_rank = list(range(samples))[rank::size]
-    number = rank * workers + worker
-    return of_rank[number :: size * workers]
-
-
-def _no_workers(samples: int, rank: int, size: int, worker: int, workers: int) -> list[int]:
-    return list(range(samples))[rank::size]
-
-
-def _no_ranks(samples: int, rank: int, size: int, worker: int, workers: int) -> list[int]:
-    return list(range(samples))[worker::workers]
-
-
-def _stride_of_all(samples: int, rank: int, size: int, worker: int, workers: int) -> list[int]:
-    return list(range(samples))[rank::size][worker :: size * workers]
-
-
-def _workers_of_all(samples: int, rank: int, size: int, worker: int, workers: int) -> list[int]:
-    return list(range(samples))[rank * workers + worker :: size * workers]
-
-
-own_samples = Exercise(
-    task=(
-        "own_samples(samples, rank, size, worker, workers): return the sample indices that worker `worker` of "
-        "`workers` on rank `rank` of `size` reads, so that every sample is read once."
-    ),
-    test=_test_worker,
-    solution=_own_samples,
-    wrong={
-        "applies the rank's offset twice": _offset_twice,
-        "gives every worker all samples of the rank": _no_workers,
-        "ignores the ranks": _no_ranks,
-        "strides over the workers of all ranks": _stride_of_all,
-        "gives rank 0 too many samples of a small dataset": _workers_of_all,
-    },
-    hints=(
-        "Print each worker's samples for 12 samples, 2 ranks and 2 workers. Which worker has none?",
-        "[rank::size] already selects this rank's samples. Which processes still have to split them?",
-        "Split the rank's samples between its own workers: [worker::workers].",
-    ),
-)
-
-# -------------------------------------------------------------------------------------- 4. a resumable sampler of steps
+# -------------------------------------------------------------------------------------- 3. a resumable sampler of steps
 
 _WORLDS = (1, 2, 3, 4)
 _SHAPES = ((24, 6), (23, 6), (19, 6), (7, 4), (5, 8), (1, 4))  # samples, and samples per step
