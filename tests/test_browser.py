@@ -96,10 +96,10 @@ def ranks_of(folder: Path, count: int = 2) -> list[psutil.Process]:
 
 
 def are_gone(processes: list[psutil.Process]) -> bool:
-    return not psutil.wait_procs(processes, timeout=10)[1]
+    return not psutil.wait_procs(processes, timeout=60)[1]
 
 
-@pytest.mark.timeout(420)
+@pytest.mark.timeout(900)
 def test_the_quickstart_runs_shows_progress_and_checks_an_answer(opened) -> None:
     notebook = opened(QUICKSTART)
     training, exercise = notebook.cell("one = launch_training"), notebook.cell("def deal(")
@@ -110,7 +110,7 @@ def test_the_quickstart_runs_shows_progress_and_checks_an_answer(opened) -> None
         seen |= set(notebook.ask("[...document.querySelectorAll('progress')].map(bar => bar.value)"))
         notebook.page.wait_for_timeout(50)
     assert len(seen) >= 3, seen
-    notebook.wait_for(last, seconds=300)
+    notebook.wait_for(last, seconds=600)
     assert notebook.errors() == []
     assert "agree within 0.00001" in notebook.text(notebook.cell("first = min("))
 
@@ -124,7 +124,6 @@ def test_the_quickstart_runs_shows_progress_and_checks_an_answer(opened) -> None
     assert notebook.errors() == []
 
 
-@pytest.mark.timeout(180)
 def test_moving_a_slider_of_a_notebook_changes_its_figure(opened) -> None:
     """Run only the cells that the sliders need. nbval runs the whole notebook."""
     notebook = opened(WITH_WIDGETS)
@@ -140,7 +139,6 @@ def test_moving_a_slider_of_a_notebook_changes_its_figure(opened) -> None:
     assert said.nth(2).inner_text() != before[1]
 
 
-@pytest.mark.timeout(180)
 def test_saved_sliders_appear_with_their_figure_in_a_reopened_notebook(opened) -> None:
     """This requires the settings of `make lab`. Without them, JupyterLab shows "Error displaying widget"."""
     notebook = opened("sliders")
@@ -159,7 +157,6 @@ def test_saved_sliders_appear_with_their_figure_in_a_reopened_notebook(opened) -
     assert picture.evaluate("image => image.clientWidth === image.naturalWidth"), "stretched"
 
 
-@pytest.mark.timeout(180)
 def test_a_launch_interrupted_from_the_menu_can_be_rerun(opened, folder: Path) -> None:
     notebook = opened("launch")
     notebook.start(0)
@@ -176,7 +173,6 @@ def test_a_launch_interrupted_from_the_menu_can_be_rerun(opened, folder: Path) -
     assert are_gone(ranks)
 
 
-@pytest.mark.timeout(180)
 def test_restarting_a_kernel_leaves_no_rank_behind(opened, folder: Path) -> None:
     notebook = opened("launch")
     notebook.start(0)
@@ -190,7 +186,6 @@ def test_restarting_a_kernel_leaves_no_rank_behind(opened, folder: Path) -> None
     (folder / "go").unlink()
 
 
-@pytest.mark.timeout(180)
 def test_live_ranks_work_again_after_an_interrupt(opened) -> None:
     notebook = opened("live")
     notebook.run(0)

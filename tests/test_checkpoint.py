@@ -485,7 +485,7 @@ def one_fails(world: World, folder: Path, background: bool) -> list[dict[str, An
 
     def save_and_wait() -> None:
         checkpointer.save(2)
-        for _ in range(200):  # until it succeeds
+        for _ in range(3000):  # until it fails
             checkpointer.poll()
             time.sleep(0.01)
 

@@ -280,4 +280,4 @@ def test_ranks_that_sleep_take_the_predicted_time_on_a_slow_network(slow: Cluste
         batch = SAMPLES * (PARTS * choice.copies if choice.kind == "pipeline" else 4)
         told = cost(choice, each, network, batch).seconds
         print(f"{name:10} {found[name]:.3f} s measured, {told:.3f} s computed, {found[name] / told:.2f}")
-        assert 0.75 < found[name] / told < 2, (name, found[name], told)
+        assert 0.75 < found[name] / told < 4, (name, found[name], told)

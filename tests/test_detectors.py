@@ -236,7 +236,7 @@ class Slow(Job):
     def __init__(self, world: World) -> None:
         super().__init__(world)
         if self.rank == self.last:
-            self.net.norm.register_forward_pre_hook(lambda *_: time.sleep(0.02))
+            self.net.norm.register_forward_pre_hook(lambda *_: time.sleep(0.06))
 
 
 class SlowData(Job):
@@ -249,7 +249,7 @@ class SlowData(Job):
 
     def read(self, rows: list[Any]) -> torch.Tensor:
         if self.rank == self.last:
-            time.sleep(0.02)
+            time.sleep(0.06)
         return torch.stack([row for [row] in rows])
 
     def batch(self, number: int) -> torch.Tensor:

@@ -242,7 +242,11 @@ def test_plain_torch_resumes_bitwise_identically(plain: Callable[[int, int], Pat
             time.sleep(moment)
         return path.exists()
 
-    killed(*command, "checkpoint=killed.pt", when=some_time_after_a_checkpoint)
+    for _ in range(5):  # on a busy machine, the signal may arrive after the last step
+        path.unlink(missing_ok=True)
+        killed(*command, "checkpoint=killed.pt", when=some_time_after_a_checkpoint)
+        if len(torch.load(path)[0]) == 20:
+            break
     assert len(torch.load(path)[0]) == 20, f"killed {moment:.3f} s after the first checkpoint"
     assert "validation accuracy" in finished(*command, "checkpoint=killed.pt")
     (losses, weights, *_), (losses_again, weights_again, *_) = torch.load(plain(2, 1)), torch.load(path)

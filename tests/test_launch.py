@@ -190,7 +190,7 @@ def test_the_package_exports_the_function_launch(start_python):
         assert callable(launch), launch
     """
     process = start_python("-c", "\n".join(line.strip() for line in code.split("\n")))
-    _, err = process.communicate(timeout=60)
+    _, err = process.communicate(timeout=150)
     assert process.returncode == 0, err
 
 
@@ -515,7 +515,7 @@ def test_after_a_timeout_every_rank_reports_its_stack():
     start = time.monotonic()
     with pytest.raises(RankTimeoutError) as caught:
         launch(hang, 3, device="cpu", timeout=timeout, echo=False)
-    assert timeout <= time.monotonic() - start < timeout + 25
+    assert timeout <= time.monotonic() - start < timeout + 60
     assert isinstance(caught.value, TimeoutError)
     assert "did not finish within 12 s (still running: rank 0, 1, 2)" in str(caught.value)
     first, second, third = re.split(r"^rank \d was still running\n", str(caught.value), flags=re.MULTILINE)[1:]
@@ -539,8 +539,8 @@ def test_a_rank_that_returned_but_does_not_exit_is_named():
 def test_a_flood_of_output_does_not_delay_the_timeout():
     start = time.monotonic()
     with pytest.raises(RankTimeoutError):
-        launch(lambda world: os.system("timeout 20 yes"), 1, device="cpu", timeout=4, echo=False)
-    assert time.monotonic() - start < 4 + 14, "it waited for the end of what the rank does outside of Python"
+        launch(lambda world: os.system("timeout 90 yes"), 1, device="cpu", timeout=4, echo=False)
+    assert time.monotonic() - start < 4 + 60, "it waited for the end of what the rank does outside of Python"
 
 
 def test_without_a_pidfd_the_sentinel_detects_an_exit():
@@ -567,7 +567,7 @@ def start_a_program_and_fork(world):
 @pytest.mark.parametrize(
     ("how", "reason"),
     [
-        ("hangs", "did not finish within 5 s"),
+        ("hangs", "did not finish within 8 s"),
         ("raises", "raised ValueError: on purpose"),
         ("is killed", "was killed by SIGKILL"),
         ("exits", "exited with code 3"),
@@ -594,7 +594,7 @@ def test_processes_started_by_a_rank_are_killed_with_it(how, reason):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sys.modules["ddp_tutorial.processes.launcher"], "make_console", lambda echo: console)
         with pytest.raises(RankError, match=f"rank . {reason}"):
-            launch(work, 2, how, start_a_program_and_fork, device="cpu", timeout=5 if how == "hangs" else 60)
+            launch(work, 2, how, start_a_program_and_fork, device="cpu", timeout=8 if how == "hangs" else 60)
     pids = [int(event[2].split()[1]) for event in console.events if event[0] == "line" and event[2].startswith("pid")]
     try:
         assert len(pids) == 4
@@ -685,7 +685,7 @@ def pids_of_ranks(process):
 
 
 def assert_interrupted_once(process, pids):
-    out, err = process.communicate(timeout=20)
+    out, err = process.communicate(timeout=150)
     assert out == ""
     assert err.count("KeyboardInterrupt") == 1, err
     assert err.count("Traceback") == 1, err  # the parent's traceback; the ranks are silent
@@ -713,7 +713,7 @@ def test_a_second_interrupt_leaves_no_rank_behind(hanging):
     os.killpg(hanging.pid, signal.SIGINT)
     time.sleep(0.3)  # the ranks ignore the first signal
     os.killpg(hanging.pid, signal.SIGINT)
-    _, err = hanging.communicate(timeout=20)
+    _, err = hanging.communicate(timeout=150)
     assert "KeyboardInterrupt" in err
     assert hanging.returncode == -signal.SIGINT
     assert wait_until(lambda: all(map(is_gone, pids)))
@@ -723,7 +723,7 @@ def test_ranks_do_not_outlive_a_killed_parent(hanging):
     pids = pids_of_ranks(hanging)
     hanging.kill()
     assert wait_until(lambda: all(map(is_gone, pids)))
-    assert hanging.communicate(timeout=20) == ("", "")
+    assert hanging.communicate(timeout=150) == ("", "")
 
 
 def test_a_rank_exits_if_its_parent_died_before_it_could_ask():
@@ -868,12 +868,12 @@ def test_a_launch_that_cannot_start_leaves_no_descriptor_open(pipes: int, monkey
 def test_the_collective_timeout_is_respected():
     def late(world):
         if world.rank == 1:
-            time.sleep(30)
+            time.sleep(100)
         dist.barrier()
 
     start = time.monotonic()
     with pytest.raises(RankError, match=r"(?i)timed? ?out"):
         launch(late, 2, device="cpu", echo=False, collective_timeout=2)
-    assert time.monotonic() - start < 28
+    assert time.monotonic() - start < 90
     with pytest.raises(ValueError, match=r"collective_timeout must be a positive number of seconds, got 0"):
         launch(late, 2, device="cpu", collective_timeout=0)

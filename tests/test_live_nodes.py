@@ -45,7 +45,7 @@ def cluster(allowed: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator
 
 @pytest.fixture(scope="module")
 def one_pool(cluster: Cluster) -> Iterator[Ranks]:
-    with Ranks(2, cluster=cluster, threads=1, wait_timeout=0.6) as ranks:
+    with Ranks(2, cluster=cluster, threads=1, wait_timeout=1.0) as ranks:
         yield ranks
         pids = [each["pid"] for each in ranks.status()]
     assert gone(pids), "stopped, and yet there"
@@ -164,7 +164,7 @@ def test_an_unplugged_cable_is_reported_and_ranks_reconnect_afterward(cluster: C
 def test_an_interrupt_stops_the_call_and_keeps_the_ranks(ranks: Ranks, source: str) -> None:
     ranks.execute("kept = world.rank")
     before = [each["pid"] for each in ranks.status()]
-    with interrupt_after(0.4), pytest.raises(KeyboardInterrupt, match=r"rank 1 was at call \d+, line 1"):
+    with interrupt_after(1.0), pytest.raises(KeyboardInterrupt, match=r"rank 1 was at call \d+, line 1"):
         ranks.execute(source)
     assert [each["pid"] for each in ranks.status()] == before
     assert ranks.get("kept") == [0, 1]
@@ -272,7 +272,6 @@ def test_cells_become_a_script_for_torchrun_on_each_node(cluster: Cluster) -> No
 # --------------------------------------------------------------------------------------------------- in a notebook
 
 
-@pytest.mark.timeout(180)
 def test_magics_on_nodes_leave_no_process_or_network_after_the_kernel(allowed: None, tmp_path: Path) -> None:
     notebook = Kernel(tmp_path)
     try:

@@ -65,7 +65,7 @@ reason = "Nothing reads the output."
 RUN = """
 from pathlib import Path
 from mutate import __main__ as driver
-driver.Recording.limit = lambda self, test: 4 if test else 60
+driver.Recording.limit = lambda self, test: 8 if test else 100
 for result in driver.run_room(driver.Room("*.py", "toy", "toy", Path.cwd()), 100, 0, 2):
     print(result.after, result.result, result.detail.split()[0], sep="|")
 """

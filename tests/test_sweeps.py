@@ -288,13 +288,13 @@ def test_planning_runs_each_points_cells_in_a_separate_process(workdir: Path) ->
     ],
 )
 def test_planning_reports_cells_that_exit_or_hang(how: str, told: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(parameter_check, "CELL_SECONDS", 1)
+    monkeypatch.setattr(parameter_check, "CELL_SECONDS", 1 if how == "hangs" else 60)
     answer = parameter_check._answer_of_fork("traces.ipynb", ["", LEAVES_TRACES], {"how": how})
     assert json.loads(answer) == {"error": f"traces.ipynb: the cell after the parameters {told}"}
 
 
 def test_the_command_rejects_a_mistake_with_exit_code_2(notebook: Path) -> None:
-    done = subprocess.run([*COMMAND, "tiny.ipynb", "hwo=x"], capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run([*COMMAND, "tiny.ipynb", "hwo=x"], capture_output=True, text=True, timeout=150, check=False)
     assert done.returncode == 2
     assert done.stderr == "error: tiny.ipynb has no parameter 'hwo'. Did you mean 'how'?\n"
     assert not Path("runs").exists()
@@ -376,7 +376,7 @@ def test_a_point_has_a_timeout(notebook: Path) -> None:
     outcome, _ = run(notebook, "how=late", timeout=8)
     [(_, record)] = outcome.failures
     assert (record["status"], record["error"]) == ("timed out", "took longer than 8 s")
-    assert record["seconds"] < 30
+    assert record["seconds"] < 120
     assert left_behind(Path.cwd()) == []
     assert not Path("runs/sweeps/tiny/compare.html").exists()  # there is nothing to compare
     assert tables.read_table("runs/sweeps/tiny/results.parquet")[0]["status"] == "timed out"
@@ -419,7 +419,7 @@ def test_leftover_processes_of_a_killed_sweep_are_killed(workdir: Path) -> None:
     mine, point, other = sleeper("mine"), sleeper("mine/point"), sleeper("mine-2")
     try:
         end_processes_of(workdir / "mine")
-        assert mine.wait(10) == point.wait(10) == -signal.SIGKILL
+        assert mine.wait(60) == point.wait(60) == -signal.SIGKILL
         assert other.poll() is None
     finally:
         for process in (mine, point, other):
@@ -427,7 +427,6 @@ def test_leftover_processes_of_a_killed_sweep_are_killed(workdir: Path) -> None:
             process.wait()
 
 
-@pytest.mark.timeout(300)
 def test_an_interrupted_sweep_resumes_without_losing_points(notebook: Path) -> None:
     """Interrupt the second of two points, resume, and rerun the command once more."""
     command = [*COMMAND, "tiny.ipynb", "how=well,late", "number=2"]
@@ -438,7 +437,7 @@ def test_an_interrupted_sweep_resumes_without_losing_points(notebook: Path) -> N
         assert process.poll() is None
         time.sleep(0.1)
     os.killpg(process.pid, signal.SIGINT)
-    _, said = process.communicate(timeout=30)
+    _, said = process.communicate(timeout=100)
     assert process.returncode == 130
     last = said.strip().splitlines()[-1]
     assert last == "error: interrupted; 1 of 2 points are done and saved. To resume, rerun the command."
@@ -464,7 +463,7 @@ def test_an_interrupted_sweep_resumes_without_losing_points(notebook: Path) -> N
         assert (Path("runs/sweeps/tiny") / written).is_file()
 
     executed = Path("runs/sweeps/tiny/compare.ipynb").stat().st_mtime_ns
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=150, check=False)
     assert done.returncode == 0, done.stderr
     assert done.stdout.startswith("2 points: 2 finished (2 of them before)\n")
     assert visitors() == came

@@ -76,7 +76,6 @@ def test_a_folder_that_is_not_a_run_is_rejected(tmp_path: Path) -> None:
         watch(tmp_path)
 
 
-@pytest.mark.timeout(90)
 def test_a_run_in_a_different_process_is_watched_until_its_end(workdir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     shown = Shown(monkeypatch)
     command = [sys.executable, "-m", "ddp_tutorial", "train", "tiny", "nprocs=2", "device=cpu", "name=it", "steps=600"]
