@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from ddp_tutorial.accumulation.memory import count_saved_bytes
+from ddp_tutorial.accumulation.memory import PeakMemory, count_saved_bytes
 from ddp_tutorial.collectives import digest
 from ddp_tutorial.training.gpt import GPT, loss_sum
 
@@ -129,6 +129,35 @@ def test_recomputing_is_bitwise_identical_with_dropout_and_saves_memory() -> Non
         kept.append(saved.nbytes)
     assert torch.equal(*gradients)
     assert kept[1] < kept[0] / 3
+
+
+def test_peak_memory_counts_new_tensors_while_they_exist() -> None:
+    old = torch.ones(1000)
+    with PeakMemory() as memory:
+        doubled = old * 2  # 4,000 bytes
+        assert memory.bytes_in_use == 4000
+        _ = (doubled + 1).view(10, 100)  # another 4,000; a view shares its memory
+        del _
+        old.add_(1)  # existed before
+        assert memory.bytes_in_use == 4000
+    assert memory.peak_bytes == 8000
+    del doubled
+    assert memory.bytes_in_use == 0
+
+
+def test_recomputed_activations_exist_for_one_block_at_a_time() -> None:
+    """The peak falls to less than a half, but it stays above the bytes that the forward pass saves."""
+    peaks, tokens = [], some_tokens(16, 33)
+    for recompute in (False, True):
+        model = GPT(layers=4, heads=2, width=32, context=32, recompute=recompute)
+        with PeakMemory() as memory:
+            loss_sum(model(tokens[:, :-1]), tokens[:, 1:]).backward()
+        peaks.append(memory.peak_bytes)
+        assert memory.bytes_in_use == sum(weight.nbytes for weight in model.parameters())  # the gradients
+    with count_saved_bytes(model) as saved:
+        loss = loss_sum(model(tokens[:, :-1]), tokens[:, 1:])
+    assert saved.nbytes < peaks[1] < peaks[0] / 2
+    del loss
 
 
 def test_the_sum_of_losses_equals_the_mean_times_the_count(model: GPT) -> None:

@@ -1,14 +1,16 @@
-"""Measure the activations that the forward pass saves for the backward pass. They grow with the micro-batch."""
+"""Measure the activations that the forward pass saves for the backward pass, and the peak memory of both passes."""
 
-from collections.abc import Iterator
+import weakref
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from ddp_tutorial.compat import storage_id
+from ddp_tutorial.compat import TorchDispatchMode, storage_id, tree_leaves
 
 
 @dataclass
@@ -41,3 +43,51 @@ def count_saved_bytes(model: nn.Module) -> Iterator[SavedBytes]:
 
     with saved_tensors_hooks(save, lambda tensor: tensor):
         yield saved
+
+
+class PeakMemory(TorchDispatchMode):
+    """Measure the peak memory of the tensors that a block of code creates.
+
+    with PeakMemory() as memory:
+        loss_of(model, batch).backward()
+    print(memory.peak_bytes)
+
+    Tensors that existed before, such as parameters, do not count. Memory that an operator allocates and frees
+    internally does not count either.
+    """
+
+    def __init__(self) -> None:
+        """Start with no memory in use."""
+        super().__init__()
+        self.bytes_in_use = self.peak_bytes = 0
+        self._sizes: dict[int, int] = {}  # of each living storage, by its identity; 0 if it existed before
+
+    def __torch_dispatch__(
+        self,
+        func: Callable[..., Any],
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        """Call the operator, and count the memory of its inputs (as existing) and results (as new)."""
+        for tensor in tree_leaves((args, kwargs)):
+            if isinstance(tensor, torch.Tensor):
+                self._add(tensor, is_new=False)
+        result = func(*args, **(kwargs or {}))
+        for tensor in tree_leaves(result):
+            if isinstance(tensor, torch.Tensor):
+                self._add(tensor, is_new=True)
+        return result
+
+    def _add(self, tensor: torch.Tensor, is_new: bool) -> None:
+        key = storage_id(tensor)
+        if key in self._sizes:
+            return
+        storage = tensor.untyped_storage()
+        self._sizes[key] = storage.nbytes() if is_new else 0
+        self.bytes_in_use += self._sizes[key]
+        self.peak_bytes = max(self.peak_bytes, self.bytes_in_use)
+        weakref.finalize(storage, self._remove, key)
+
+    def _remove(self, key: int) -> None:
+        self.bytes_in_use -= self._sizes.pop(key)
