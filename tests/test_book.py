@@ -345,7 +345,7 @@ def test_dark_mode_figures_terms_and_search_work_offline(site: Path) -> None:
     asked: set[str] = set()
     with browser.chromium() as chromium:
         page = chromium.new_page(viewport={"width": 1400, "height": 1000})
-        page.set_default_timeout(60_000)
+        page.set_default_timeout(150_000)
         page.on("request", lambda request: asked.add(request.url.partition(":")[0]))
         page.goto((site / "index.html").as_uri())
         before = page.evaluate("document.body.dataset.theme")

@@ -64,7 +64,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def opener(folder: Path) -> Iterator[Callable[[str], "browser.Notebook"]]:
     with browser.jupyterlab(folder) as address, browser.chromium() as chromium:
         page = chromium.new_page(viewport={"width": 1400, "height": 1000})
-        page.set_default_timeout(60_000)
+        page.set_default_timeout(150_000)
         yield lambda name: browser.Notebook(page, address, f"{name}.ipynb")
 
 

@@ -103,7 +103,7 @@ def test_a_person_sees_what_the_ranks_do_while_they_run(kernel):
         "from ddp_tutorial import launch\n"
         "def work(world):\n"
         "    print('a line', flush=True)\n"
-        "    time.sleep(1)\n"
+        "    time.sleep(3)\n"
         "launch(work, 2, device='cpu')\n",
         person=True,
     )
