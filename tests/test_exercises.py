@@ -31,7 +31,7 @@ EXERCISES = {
 # Answers whose ranks wait for each other until the timeout. Other mistakes are reported earlier.
 STUCK = {
     ("ddp_from_scratch.bucket_ddp", "waits until every gradient has arrived"),
-    ("what_is_not_synced.step_together", "asks the others only if it has overflowed"),
+    ("loss_scaling.step_together", "asks the others only if it has overflowed"),
     ("bug_museum.find_bad_deal", "reads each share to its end"),
 }
 WRONG = [(name, mistake) for name, exercise in EXERCISES.items() for mistake in exercise.wrong]

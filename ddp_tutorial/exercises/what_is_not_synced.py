@@ -1,328 +1,145 @@
-"""Exercises of 09_what_is_not_synced: normalize over all ranks, step on all ranks or on none, and use ragged data."""
+"""Exercises of 09_what_is_not_synced: clip a sharded gradient, use ragged data, and write a synchronized BatchNorm."""
 
-import math
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
-from ddp_tutorial.collectives import all_gather, any_rank, from_rank_zero
+from ddp_tutorial.collectives import all_gather
 from ddp_tutorial.exercises import Answer, Exercise, expect, numbers, on_ranks
 from ddp_tutorial.world import World
 
 _STUCK = "A rank waits forever for the others. Every rank must enter the same collectives in the same order."
 
-# --------------------------------------------------------------------------------------------------- 1. sync-BN, ragged
+# ------------------------------------------------------------------------------------------- 1. clip a sharded gradient
 
-Total = Callable[[torch.Tensor], torch.Tensor]
+Sum = Callable[[torch.Tensor], torch.Tensor]
 
-
-class _Total(torch.autograd.Function):
-    """Sum over ranks. The backward pass sums the gradients over ranks."""
-
-    @staticmethod
-    def forward(ctx: Any, tensor: torch.Tensor) -> torch.Tensor:
-        summed = tensor.detach().clone()
-        dist.all_reduce(summed)
-        return summed
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> torch.Tensor:
-        return _Total.forward(ctx, gradients[0].contiguous())
-
-
-_PARTS = {"Three ranks with 3 samples each": [3, 3, 3], "Three ranks with 2, 0 and 7 samples": [2, 0, 7]}
-
-
-def _union() -> tuple[torch.Tensor, torch.Tensor]:
-    """Return samples of shape [9, 2], and the weight of each output in the loss."""
-    generator = torch.Generator().manual_seed(0)
-    x, weights = torch.randn(2, 9, 2, generator=generator, dtype=torch.float64)
-    return x + torch.arange(9.0, dtype=torch.float64)[:, None], weights
-
-
-def _outputs_and_gradients(world: World, answer: Answer) -> list[Any]:
-    return [_one_split(world, answer, parts) for parts in _PARTS.values()]
-
-
-def _one_split(world: World, answer: Answer, parts: list[int]) -> tuple[str, Any, Any]:
-    """Return (problem, outputs, gradients) of this rank. `_check_split` checks all ranks together."""
-    x, weights = (each.split(parts)[world.rank] for each in _union())
-    x = x.clone().requires_grad_()
-    out = answer(x, _Total.apply)
-    if not isinstance(out, torch.Tensor) or out.shape != x.shape:
-        found = f"shape {list(out.shape)}" if isinstance(out, torch.Tensor) else repr(out)
-        return f"The result must have shape {list(x.shape)}, got {found} on rank {world.rank}.", None, None
-    if not out.requires_grad:
-        return "The outputs must require grad: do not detach anything from `x`.", None, None
-    (out * weights).sum().backward()
-    gradient = torch.zeros_like(x) if x.grad is None else x.grad
-    return "", out.detach(), gradient
-
-
-def _check_split(ranks: list[Any], where: str, parts: list[int]) -> None:
-    problems = [problem for problem, _, _ in ranks if problem]
-    expect(not problems, "".join(problems[:1]))
-    outs, gradients = (torch.cat([rank[k] for rank in ranks]) for k in (1, 2))
-    x, weights = _union()
-    x.requires_grad_()
-    right = nn.BatchNorm1d(2, affine=False).double()(x)
-    (right * weights).sum().backward()
-    if not torch.allclose(outs, right):
-        own = torch.cat([_apart(part) for part in x.detach().split(parts)])
-        reason = ""
-        if torch.isnan(outs).any():
-            reason = " A rank without samples has no mean, but its sums are zero."
-        elif torch.allclose(outs, own):
-            reason = " Each rank normalized over its own samples only."
-        expect(
-            False,
-            f"{where}: the outputs must equal those of BatchNorm on all 9 samples. The first sample must become "
-            f"{numbers(right[0], 4)}, got {numbers(outs[0], 4)}.{reason}",
-        )
-    assert x.grad is not None
-    expect(
-        torch.allclose(gradients, x.grad),
-        f"{where}: the outputs are right, but the gradients of `x` are not. The gradient of the first sample must be "
-        f"{numbers(x.grad[0], 4)}, got {numbers(gradients[0], 4)}. Mean and variance depend on `x` of all ranks: "
-        "compute both with `total`, so that autograd records them.",
-    )
-
-
-def _apart(x: torch.Tensor) -> torch.Tensor:
-    return nn.BatchNorm1d(2, affine=False).double()(x) if len(x) > 1 else torch.zeros_like(x)
-
-
-def _test_normalise(answer: Answer) -> str:
-    ranks = on_ranks(_outputs_and_gradients, 3, answer, stuck=_STUCK, timeout=20)
-    for number, (where, parts) in enumerate(_PARTS.items()):
-        _check_split([rank[number] for rank in ranks], where, parts)
-    return "Outputs and gradients equal BatchNorm's on all samples, even if a rank has few samples or none."
-
-
-def _sync_normalise(x: torch.Tensor, total: Total, eps: float = 1e-5) -> torch.Tensor:
-    count = total(x.new_tensor(float(len(x))))
-    center = total(x.sum(0)) / count
-    variance = total((x - center).square().sum(0)) / count
-    return (x - center) / (variance + eps).sqrt()
-
-
-def _of_its_own(x: torch.Tensor, total: Total, eps: float = 1e-5) -> torch.Tensor:
-    return _sync_normalise(x, lambda tensor: tensor, eps)
-
-
-def _mean_of_means(x: torch.Tensor, total: Total, eps: float = 1e-5) -> torch.Tensor:
-    ranks = total(x.new_tensor(1.0))
-    center = total(x.mean(0)) / ranks
-    variance = total((x - center).square().mean(0)) / ranks
-    return (x - center) / (variance + eps).sqrt()
-
-
-def _mean_of_variances(x: torch.Tensor, total: Total, eps: float = 1e-5) -> torch.Tensor:
-    count = total(x.new_tensor(float(len(x))))
-    center = total(x.sum(0)) / count
-    own = x.sum(0) / max(1, len(x))
-    variance = total((x - own).square().sum(0)) / count
-    return (x - center) / (variance + eps).sqrt()
-
-
-def _unknown_to_autograd(x: torch.Tensor, total: Total, eps: float = 1e-5) -> torch.Tensor:
-    with torch.no_grad():
-        count = total(x.new_tensor(float(len(x))))
-        center = total(x.sum(0)) / count
-        variance = total((x - center).square().sum(0)) / count
-    return (x - center) / (variance + eps).sqrt()
-
-
-def _own_share_of_gradients(x: torch.Tensor, total: Total, eps: float = 1e-5) -> torch.Tensor:
-    return _sync_normalise(x, lambda tensor: tensor + (total(tensor.detach()) - tensor).detach(), eps)
-
-
-def _bessel(x: torch.Tensor, total: Total, eps: float = 1e-5) -> torch.Tensor:
-    count = total(x.new_tensor(float(len(x))))
-    center = total(x.sum(0)) / count
-    variance = total((x - center).square().sum(0)) / (count - 1)
-    return (x - center) / (variance + eps).sqrt()
-
-
-sync_normalise = Exercise(
-    task=(
-        "sync_normalise(x, total, eps): return x [samples, channels] normalized over the samples of all ranks. "
-        "total(tensor) returns the sum over ranks, and is differentiable. Ranks may have different numbers of samples, "
-        "or none."
-    ),
-    test=_test_normalise,
-    solution=_sync_normalise,
-    wrong={
-        "normalizes over the rank's own samples": _of_its_own,
-        "takes the mean of the ranks' means": _mean_of_means,
-        "takes the mean of the ranks' variances": _mean_of_variances,
-        "hides the statistics from autograd": _unknown_to_autograd,
-        "ignores the other ranks in the backward pass": _own_share_of_gradients,
-        "divides by the number of samples minus one": _bessel,
-    },
-    hints=(
-        "A mean of means is right only if all ranks have the same number of samples. What can you sum over ranks?",
-        "Sum sums and counts: total(x.sum(0)), and total of len(x) as a tensor. A rank without samples adds zeros.",
-        "The variance needs a second `total`, of the squared differences from the mean over *all* ranks.",
-    ),
-)
-
-# ------------------------------------------------------------------------------------------------- 2. agree on overflow
-
-_CASES = {
-    "all gradients are finite": {},
-    "rank 0 has an infinity": {0: math.inf},
-    "rank 1 has an infinity": {1: math.inf},
-    "rank 1 has a NaN": {1: math.nan},
-    "both ranks overflow": {0: math.inf, 1: -math.inf},
+# The shards of each rank, then the replicated gradients.
+_GRADIENTS: dict[str, tuple[list[list[list[float]]], list[list[float]]]] = {
+    "a long gradient": ([[[3.0, 0.0], [4.0]], [[12.0]]], [[84.0]]),
+    "a rank without shards": ([[], [[6.0, 8.0]]], [[24.0], [0.0]]),
+    "no replicated gradient": ([[[0.0, 15.0]], [[20.0]]], []),
+    "a short gradient": ([[[0.1]], [[0.2]]], [[0.2]]),
 }
-_SCALE = 8.0
+_LIMIT = 2.0
 
 
-def _one_case(world: World, answer: Answer, bad: dict[int, float]) -> dict[str, Any]:
-    """Run the answer on weights of 1 with gradients 1 and 2, times the scale. `bad` replaces gradients by rank."""
-    weights = [nn.Parameter(torch.ones(2)) for _ in range(2)]
-    optimizer = torch.optim.SGD(weights, lr=0.25)
-    for number, weight in enumerate(weights, start=1):
-        weight.grad = torch.full((2,), number * _SCALE)
-    if world.rank in bad and weights[1].grad is not None:
-        weights[1].grad[0] = bad[world.rank]
-    scale = answer(world, optimizer, weights, _SCALE)
-    return {
-        "scale": scale,
-        "weights": torch.stack([weight.detach() for weight in weights]),
-        "left": any(weight.grad is not None and bool(weight.grad.any()) for weight in weights),
-    }
+def _run_clip(world: World, answer: Answer) -> list[tuple[Any, list[torch.Tensor]]]:
+    results = []
+    for shards, replicated in _GRADIENTS.values():
+        gradients = [torch.tensor(values) for values in shards[world.rank]]
+        copies = [torch.tensor(values) for values in replicated]
+
+        def sum_over_ranks(tensor: torch.Tensor) -> torch.Tensor:
+            summed = tensor.detach().clone()
+            dist.all_reduce(summed)
+            return summed
+
+        norm = answer(gradients, copies, _LIMIT, sum_over_ranks)
+        results.append((norm, [*gradients, *copies]))
+        all_gather(world, "done")  # a rank that skipped a collective waits here, and the check times out
+    return results
 
 
-def _overflow_cases(world: World, answer: Answer) -> list[dict[str, Any]]:
-    found = []
-    for bad in _CASES.values():
-        found.append(_one_case(world, answer, bad))
-        all_gather(world, "here")  # a rank that skipped a collective waits here, and the check times out
-    return found
-
-
-def _test_step(answer: Answer) -> str:
-    ranks = on_ranks(_overflow_cases, 2, answer, stuck=_STUCK, timeout=12)
-    for number, (story, bad) in enumerate(_CASES.items()):
-        found = [rank[number] for rank in ranks]
-        want = torch.ones(2, 2) if bad else torch.tensor([[0.75, 0.75], [0.5, 0.5]])
-        did = ["skipped it" if bool((each["weights"] == 1).all()) else "stepped" for each in found]
-        actions = ", ".join(f"rank {rank} {each}" for rank, each in enumerate(did))
-        expected = "skip the step" if bad else "take the step"
-        expect(
-            len(set(did)) == 1 and (did[0] == "skipped it") == bool(bad),
-            f"If {story}, all ranks must {expected}, but {actions}.",
-        )
-        for rank, each in enumerate(found):
+def _test_clip(answer: Answer) -> str:
+    ranks = on_ranks(_run_clip, 2, answer, stuck=_STUCK, timeout=15)
+    for number, (case, (shards, replicated)) in enumerate(_GRADIENTS.items()):
+        everything = torch.tensor([value for part in (*shards[0], *shards[1], *replicated) for value in part])
+        norm = everything.norm().item()
+        factor = min(1.0, _LIMIT / norm)
+        for rank, results in enumerate(ranks):
+            returned, clipped = results[number]
+            before = [torch.tensor(values) for values in (*shards[rank], *replicated)]
+            where = f"In the case '{case}', rank {rank}"
             expect(
-                torch.allclose(each["weights"], want),
-                f"If {story}, the weights of rank {rank} must become {numbers(want)}, got {numbers(each['weights'])}. "
-                "The gradients are `scale` times too large.",
+                isinstance(returned, float | torch.Tensor) and abs(float(returned) - norm) < 1e-4 * norm,
+                f"{where} must return the norm of the whole gradient, {norm:.4g}, got {returned}. Each number of the "
+                "gradient counts once: shards differ between the ranks, and replicated gradients are equal.",
             )
-        scales = [each["scale"] for each in found]
-        next_scale = _SCALE / 2 if bad else _SCALE
-        expect(
-            scales == [next_scale] * 2,
-            f"If {story}, all ranks must return the scale {next_scale:g} (it was {_SCALE:g}), got {scales}.",
-        )
-        expect(
-            not any(each["left"] for each in found),
-            f"If {story}, gradients are not cleared, and would be added to those of the next step.",
-        )
-    return "Either all ranks step or none, whichever rank has an infinity or a NaN, and all return the same scale."
+            found = torch.cat([*clipped, torch.zeros(0)])
+            wanted = torch.cat([*before, torch.zeros(0)]) * factor
+            expect(
+                torch.allclose(found, wanted, rtol=1e-4),
+                f"{where}: the gradients must be multiplied in place by {factor:.4g}, from "
+                f"{numbers(torch.cat(before), 4)} to {numbers(wanted, 4)}, got {numbers(found, 4)}.",
+            )
+    return "All ranks compute the norm of the whole gradient, and clip their parts by the same factor."
 
 
-def _step_together(
-    world: World, optimizer: torch.optim.Optimizer, parameters: Sequence[nn.Parameter], scale: float
+def _clip_sharded(
+    shards: Sequence[torch.Tensor], replicated: Sequence[torch.Tensor], limit: float, sum_over_ranks: Sum
 ) -> float:
-    gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
-    overflow = torch.tensor(0.0 if all(bool(gradient.isfinite().all()) for gradient in gradients) else 1.0)
-    dist.all_reduce(overflow, dist.ReduceOp.MAX)  # 1 on all ranks if it is 1 on any
-    if not overflow:
-        for gradient in gradients:
-            gradient.div_(scale)
-        optimizer.step()
-    optimizer.zero_grad()  # after a skipped step, too
-    return scale / 2 if overflow else scale
+    squares = sum_over_ranks(sum((shard.square().sum() for shard in shards), torch.tensor(0.0)))
+    squares = squares + sum(gradient.square().sum() for gradient in replicated)  # equal on all ranks: count them once
+    norm = squares.sqrt().item()
+    for gradient in (*shards, *replicated):
+        gradient.mul_(min(1.0, limit / norm))
+    return norm
 
 
-def _overflowed(parameters: Sequence[nn.Parameter]) -> bool:
-    return not all(bool(p.grad.isfinite().all()) for p in parameters if p.grad is not None)
-
-
-def _deciding(
-    decide: Callable[[World, Sequence[nn.Parameter]], bool],
-    *,
-    unscaled: bool = True,
-    zeroed: bool = True,
-    own_scale: bool = False,
-) -> Answer:
-    """Return the solution with a different decision, or with a part left out."""
+def _clipping(norm_of: Callable[..., float], *, scaled: str = "all", shortens_only: bool = True) -> Answer:
+    """Return the solution with a different norm, or with a mistake in the scaling."""
 
     def answer(
-        world: World, optimizer: torch.optim.Optimizer, parameters: Sequence[nn.Parameter], scale: float
+        shards: Sequence[torch.Tensor], replicated: Sequence[torch.Tensor], limit: float, sum_over_ranks: Sum
     ) -> float:
-        own = _overflowed(parameters)
-        overflow = decide(world, parameters)
-        if not overflow:
-            for parameter in parameters:
-                if unscaled and parameter.grad is not None:
-                    parameter.grad /= scale
-            optimizer.step()
-        if zeroed or not overflow:
-            optimizer.zero_grad()
-        return scale / 2 if (own if own_scale else overflow) else scale
+        norm = norm_of(shards, replicated, sum_over_ranks)
+        factor = min(1.0, limit / norm) if shortens_only else limit / norm
+        for gradient in (*shards, *(replicated if scaled == "all" else ())):
+            gradient.mul_(factor)
+        return norm
 
     return answer
 
 
-def _agreed(world: World, parameters: Sequence[nn.Parameter]) -> bool:
-    return any_rank(world, _overflowed(parameters))
+def _squares(gradients: Sequence[torch.Tensor]) -> torch.Tensor:
+    return sum((gradient.square().sum() for gradient in gradients), torch.tensor(0.0))
 
 
-def _only_nan(world: World, parameters: Sequence[nn.Parameter]) -> bool:
-    return any_rank(world, any(bool(p.grad.isnan().any()) for p in parameters if p.grad is not None))
+def _whole_norm(shards: Sequence[torch.Tensor], replicated: Sequence[torch.Tensor], sum_over_ranks: Sum) -> float:
+    return (sum_over_ranks(_squares(shards)) + _squares(replicated)).sqrt().item()
 
 
-def _asks_if_it_overflowed(world: World, parameters: Sequence[nn.Parameter]) -> bool:
-    return _overflowed(parameters) and any_rank(world, True)
-
-
-step_together = Exercise(
+clip_sharded = Exercise(
     task=(
-        "step_together(world, optimizer, parameters, scale): each rank has a part of the gradients, times `scale`. "
-        "Step on all ranks or on none, return the next scale (half after an overflow), and clear all gradients."
+        "clip_sharded(shards, replicated, limit, sum_over_ranks): multiply all gradients of this rank in place, so "
+        "that the norm of the whole gradient is at most `limit`. Return the norm before clipping. `shards` are this "
+        "rank's parts of the gradient, perhaps none. `replicated` gradients are equal on all ranks."
     ),
-    test=_test_step,
-    solution=_step_together,
+    test=_test_clip,
+    solution=_clip_sharded,
     wrong={
-        "lets each rank decide for itself": _deciding(lambda world, parameters: _overflowed(parameters)),
-        "lets rank 0 decide for all": _deciding(
-            lambda world, parameters: from_rank_zero(world, _overflowed(parameters))
+        "uses the norm of the rank's own gradients": _clipping(
+            lambda shards, replicated, sum_over_ranks: _squares([*shards, *replicated]).sqrt().item()
         ),
-        "skips only if all ranks overflow": _deciding(
-            lambda world, parameters: all(all_gather(world, _overflowed(parameters)))
+        "counts replicated gradients once per rank": _clipping(
+            lambda shards, replicated, sum_over_ranks: sum_over_ranks(_squares([*shards, *replicated])).sqrt().item()
         ),
-        "asks the others only if it has overflowed": _deciding(_asks_if_it_overflowed),
-        "looks for NaN and forgets infinity": _deciding(_only_nan),
-        "agrees on the step but not on the scale": _deciding(_agreed, own_scale=True),
-        "forgets to divide by the scale": _deciding(_agreed, unscaled=False),
-        "keeps the gradients of a skipped step": _deciding(_agreed, zeroed=False),
+        "sums norms instead of squares": _clipping(
+            lambda shards, replicated, sum_over_ranks: (
+                sum_over_ranks(_squares(shards).sqrt()) + _squares(replicated).sqrt()
+            ).item()
+        ),
+        "forgets the replicated gradients in the norm": _clipping(
+            lambda shards, replicated, sum_over_ranks: sum_over_ranks(_squares(shards)).sqrt().item()
+        ),
+        "scales the shards only": _clipping(_whole_norm, scaled="shards"),
+        "lengthens short gradients": _clipping(_whole_norm, shortens_only=False),
     },
     hints=(
-        "Has this rank's part overflowed? Has any rank's part overflowed? Only the second answer decides.",
-        "gradient.isfinite().all() answers the first question. For the second, every rank must enter any_rank(world, "
-        "flag), or an all-reduce of 0 or 1 with dist.ReduceOp.MAX.",
-        "Decide once, then step, update the scale and call zero_grad. Clear the gradients after an overflow, too.",
+        "The square of the norm is a sum of squares. Which squares does another rank have, and which does every rank "
+        "have?",
+        "Sum the squares of the shards over the ranks. Add the squares of the replicated gradients once. Every rank "
+        "must call sum_over_ranks, even without shards.",
     ),
 )
 
-# --------------------------------------------------------------------------------------------------- 3. unequal batches
+# --------------------------------------------------------------------------------------------------- 2. unequal batches
 
 Work = Callable[[str | None], None]
 AnyRank = Callable[[bool], bool]
@@ -455,5 +272,315 @@ to_the_last_batch = Exercise(
         "The number of batches is not known in advance, so the ranks must communicate before each step.",
         "next(batches, None) returns the next batch, or None at the end. any_rank(flag) is true if any rank has one.",
         "In each step, on every rank: take a batch, call any_rank, return if no rank has a batch, call work.",
+    ),
+)
+
+# -------------------------------------------------------------------------------------------- 3. synchronized BatchNorm
+
+_COLLECTIVES: tuple[str, ...] = (
+    "all_reduce",
+    "all_gather",
+    "all_gather_into_tensor",
+    "all_gather_object",
+    "broadcast",
+    "reduce",
+)
+_COLLECTIVES += ("reduce_scatter_tensor", "all_to_all_single", "all_to_all", "gather", "scatter", "barrier")
+_WEIGHT, _BIAS, _MOMENTUM = (1.5, -0.5), (0.25, 2.0), 0.1
+
+
+@contextmanager
+def _counted() -> Iterator[list[str]]:
+    """Yield a list, to which each collective of `torch.distributed` adds its name."""
+    calls: list[str] = []
+    originals = {name: getattr(dist, name) for name in _COLLECTIVES}
+
+    def counting(name: str) -> Callable[..., Any]:
+        def call(*args: Any, **options: Any) -> Any:
+            calls.append(name)
+            return originals[name](*args, **options)
+
+        return call
+
+    for name in originals:
+        setattr(dist, name, counting(name))
+    try:
+        yield calls
+    finally:
+        for name, original in originals.items():
+            setattr(dist, name, original)
+
+
+@dataclass(frozen=True)
+class _Samples:
+    """A batch of 9 samples with 2 channels, its division over 3 ranks, and the tolerance of the check."""
+
+    parts: tuple[int, int, int]
+    dtype: torch.dtype = torch.float64
+    center: float = 0.0
+    tolerance: float = 1e-9
+
+    def union(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the samples, and the weight of each output in the loss."""
+        generator = torch.Generator().manual_seed(0)
+        x, weights = torch.randn(2, 9, 2, generator=generator, dtype=torch.float64)
+        x = 0.3 * x + 0.1 * torch.arange(9.0, dtype=torch.float64)[:, None] + self.center
+        return x.to(self.dtype), weights.to(self.dtype)
+
+
+_BATCHES = {
+    "Three ranks with 3 samples each": _Samples((3, 3, 3)),
+    "Three ranks with 2, 0 and 7 samples": _Samples((2, 0, 7)),
+    "Values around 1000 in float32": _Samples((3, 4, 2), torch.float32, 1000.0, 2e-2),
+}
+
+
+def _run_norm(world: World, answer: Answer) -> list[dict[str, Any]]:
+    return [_one_batch(world, answer, samples) for samples in _BATCHES.values()]
+
+
+def _one_batch(world: World, answer: Answer, samples: _Samples) -> dict[str, Any]:
+    """Run one training step and one evaluation on this rank. `_check_batch` compares all ranks."""
+    layer = answer(2, eps=1e-5, momentum=_MOMENTUM).to(samples.dtype)
+    lacking = [name for name in ("weight", "bias", "running_mean", "running_var") if not hasattr(layer, name)]
+    expect(
+        not lacking, f"The layer needs the attributes weight, bias, running_mean and running_var; missing: {lacking}."
+    )
+    with torch.no_grad():
+        layer.weight.copy_(torch.tensor(_WEIGHT))
+        layer.bias.copy_(torch.tensor(_BIAS))
+    x, weights = (tensor.split(samples.parts)[world.rank] for tensor in samples.union())
+    x = x.clone().requires_grad_()
+    with _counted() as calls:
+        out = layer(x)
+        in_forward = list(calls)
+        shape = list(out.shape) if isinstance(out, torch.Tensor) else repr(out)
+        expect(shape == list(x.shape), f"The output must have shape {list(x.shape)}, got {shape} on rank {world.rank}.")
+        expect(out.requires_grad, "The outputs must require grad: do not detach them.")
+        (out * weights).sum().backward()
+        in_backward = calls[len(in_forward) :]
+        layer.eval()
+        before = len(calls)
+        evaluated = layer(samples.union()[0][:2]).detach()
+        in_eval = calls[before:]
+    gradients = [torch.zeros_like(each) if each.grad is None else each.grad for each in (x, layer.weight, layer.bias)]
+    return {
+        "out": out.detach(),
+        "gradients": gradients,
+        "running": [layer.running_mean.detach().clone(), layer.running_var.detach().clone()],
+        "evaluated": evaluated,
+        "calls": {"forward": in_forward, "backward": in_backward, "evaluation": in_eval},
+    }
+
+
+def _check_batch(ranks: list[dict[str, Any]], where: str, samples: _Samples) -> None:
+    x, weights = (tensor.double() for tensor in samples.union())
+    reference = nn.BatchNorm1d(2, momentum=_MOMENTUM).double()
+    with torch.no_grad():
+        reference.weight.copy_(torch.tensor(_WEIGHT))
+        reference.bias.copy_(torch.tensor(_BIAS))
+    x.requires_grad_()
+    out = reference(x)
+    (out * weights).sum().backward()
+    reference.eval()
+
+    def compare(found: torch.Tensor, wanted: torch.Tensor | None, what: str, advice: str) -> None:
+        assert wanted is not None
+        difference = (found.double() - wanted).abs().max().item()
+        limit = samples.tolerance * max(1.0, wanted.abs().max().item() if "mean" in what else 1.0)
+        expect(
+            difference <= limit,  # false for NaN
+            f"{where}: the {what} must be {numbers(wanted, 4)}, got {numbers(found, 4)}. {advice}",
+        )
+
+    advice = "Count every sample of every rank once; a rank without samples has no mean."
+    if samples.center:
+        advice = (
+            "In float32, the mean of squares minus the square of the mean loses all digits. Combine the ranks' means "
+        )
+        advice += "and their sums of squared differences instead."
+    compare(torch.cat([rank["out"] for rank in ranks]), out, "outputs", advice)
+    compare(
+        torch.cat([rank["gradients"][0] for rank in ranks]),
+        x.grad,
+        "gradients of `x`",
+        "Mean and variance depend on the samples of all ranks, so each rank needs gradients of the others.",
+    )
+    for number, parameter in ((1, reference.weight), (2, reference.bias)):
+        summed = torch.stack([rank["gradients"][number] for rank in ranks]).sum(0)
+        advice = (
+            "Each rank contributes the share of its own samples. DDP reduces parameters later, so do not reduce them."
+        )
+        compare(summed, parameter.grad, f"{('weight', 'bias')[number - 1]} gradients, summed over ranks,", advice)
+    for rank, found in enumerate(ranks):
+        advice = "The running statistics are those of all ranks' samples, and the variance is divided by n - 1."
+        compare(found["running"][0], reference.running_mean, f"running mean of rank {rank}", advice)
+        compare(found["running"][1], reference.running_var, f"running variance of rank {rank}", advice)
+        advice = "In evaluation, normalize with the running statistics."
+        compare(found["evaluated"], reference(x[:2]), f"outputs of rank {rank} in evaluation", advice)
+
+
+def _test_norm(answer: Answer) -> str:
+    ranks = on_ranks(_run_norm, 3, answer, stuck=_STUCK, timeout=20)
+    for number, (where, samples) in enumerate(_BATCHES.items()):
+        _check_batch([rank[number] for rank in ranks], where, samples)
+    for rank, results in enumerate(ranks):
+        for phase, most in (("forward", 1), ("backward", 1), ("evaluation", 0)):
+            calls = results[0]["calls"][phase]
+            expect(
+                len(calls) <= most,
+                f"The results are right, but rank {rank} uses {len(calls)} collectives in {phase} "
+                f"({', '.join(calls)}), and may use at most {most}. Concatenate the tensors that you send.",
+            )
+    return "The layer equals BatchNorm on the union batch, with one collective in forward and one in backward."
+
+
+class _SyncNorm(nn.Module):
+    class Normalize(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: torch.Tensor, eps: float) -> tuple[torch.Tensor, ...]:
+            mean = x.sum(0) / max(1, len(x))
+            squares = (x - mean).square().sum(0)
+            own = torch.cat([mean, squares, x.new_tensor([len(x)])])
+            gathered = [torch.empty_like(own) for _ in range(dist.get_world_size())]
+            dist.all_gather(gathered, own)
+            means, squares, counts = torch.stack(gathered).split([len(mean), len(mean), 1], dim=1)
+            count = counts.sum()
+            mean = (counts * means).sum(0) / count
+            variance = (squares + counts * (means - mean).square()).sum(0) / count
+            normalized = (x - mean) / (variance + eps).sqrt()
+            ctx.save_for_backward(normalized, variance + eps, count)
+            ctx.mark_non_differentiable(mean, variance, count)
+            return normalized, mean, variance, count
+
+        @staticmethod
+        def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None]:
+            gradient = gradients[0]  # of normalized; the statistics are not differentiable
+            normalized, variance, count = ctx.saved_tensors
+            sums = torch.stack([gradient.sum(0), (gradient * normalized).sum(0)])
+            dist.all_reduce(sums)
+            return (gradient - (sums[0] + normalized * sums[1]) / count) / variance.sqrt(), None
+
+    def __init__(self, channels: int, eps: float = 1e-5, momentum: float = 0.1) -> None:
+        super().__init__()
+        self.eps, self.momentum = eps, momentum
+        self.weight, self.bias = nn.Parameter(torch.ones(channels)), nn.Parameter(torch.zeros(channels))
+        self.running_mean, self.running_var = nn.Buffer(torch.zeros(channels)), nn.Buffer(torch.ones(channels))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.training:
+            normalized, mean, variance, count = self.Normalize.apply(x, self.eps)
+            with torch.no_grad():
+                self.running_mean.lerp_(mean, self.momentum)
+                self.running_var.lerp_(variance * count / (count - 1), self.momentum)
+        else:
+            normalized = (x - self.running_mean) / (self.running_var + self.eps).sqrt()
+        return normalized * self.weight + self.bias
+
+
+class _SumOverRanks(torch.autograd.Function):
+    """Sum over ranks, and sum the gradients over ranks in the backward pass."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: torch.Tensor) -> torch.Tensor:
+        summed = tensor.detach().clone()
+        dist.all_reduce(summed)
+        return summed
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> torch.Tensor:
+        return _SumOverRanks.forward(ctx, gradients[0].contiguous())
+
+
+def _data_sum(tensor: torch.Tensor) -> torch.Tensor:
+    return _SumOverRanks.forward(None, tensor)
+
+
+def _sums(x: torch.Tensor, total: Sum) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return mean, variance and count from one sum of x, its squares and the count."""
+    first, second, count = total(torch.stack([x.sum(0), x.square().sum(0), torch.ones_like(x).sum(0)]))
+    return first / count, second / count - (first / count).square(), count
+
+
+def _three_sums(x: torch.Tensor, total: Sum) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    count = total(torch.ones_like(x).sum(0))
+    mean = total(x.sum(0)) / count
+    return mean, total((x - mean).square().sum(0)) / count, count
+
+
+def _means_of_means(x: torch.Tensor, total: Sum) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    ones = x.new_ones(1)
+    mean = total(x.mean(0)) / total(ones)
+    return mean, total((x - mean).square().mean(0)) / total(ones), total(torch.ones_like(x).sum(0))
+
+
+def _norm_with(
+    statistics: Callable[..., Any],
+    total: Sum,
+    *,
+    unbiased: bool = True,
+    own_running: bool = False,
+    batch_in_eval: bool = False,
+    reduced_weight: bool = False,
+) -> Answer:
+    """Return a layer with different statistics, or with another mistake."""
+
+    class Layer(_SyncNorm):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            weight = self.weight
+            if reduced_weight:  # the same value, with a gradient that is summed over the ranks
+                weight = weight + _SumOverRanks.apply(weight) - _data_sum(weight)
+            if not self.training and not batch_in_eval:
+                return (x - self.running_mean) / (self.running_var + self.eps).sqrt() * weight + self.bias
+            mean, variance, count = statistics(x, total)
+            if self.training:
+                with torch.no_grad():
+                    kept = statistics(x, lambda tensor: tensor) if own_running else (mean, variance, count)
+                    unbiasing = kept[2] / (kept[2] - 1) if unbiased else 1.0
+                    self.running_mean.lerp_(kept[0].detach(), self.momentum)
+                    self.running_var.lerp_(kept[1].detach() * unbiasing, self.momentum)
+            return (x - mean) / (variance + self.eps).sqrt() * weight + self.bias
+
+    return Layer
+
+
+def _constant(x: torch.Tensor, total: Sum) -> tuple[torch.Tensor, ...]:
+    with torch.no_grad():
+        return _three_sums(x, total)
+
+
+def _forward_only(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor + (_data_sum(tensor) - tensor).detach()
+
+
+sync_norm = Exercise(
+    task=(
+        "SyncNorm(channels, eps, momentum): a BatchNorm layer for x of shape [samples, channels] that normalizes over "
+        "the samples of all ranks, of which some may have none. In training, use one collective in forward and one in "
+        "backward, and none in evaluation. The layer has weight, bias, running_mean and running_var, as nn.BatchNorm1d."
+    ),
+    test=_test_norm,
+    solution=_SyncNorm,
+    wrong={
+        "normalizes over the rank's own samples": _norm_with(_three_sums, lambda tensor: tensor),
+        "takes the mean of the ranks' means": _norm_with(_means_of_means, _SumOverRanks.apply),
+        "hides the statistics from autograd": _norm_with(_constant, _data_sum),
+        "ignores the other ranks in the backward pass": _norm_with(_three_sums, _forward_only),
+        "uses three collectives": _norm_with(_three_sums, _SumOverRanks.apply),
+        "subtracts the square of the mean in float32": _norm_with(_sums, _SumOverRanks.apply),
+        "keeps a biased running variance": _norm_with(_three_sums, _SumOverRanks.apply, unbiased=False),
+        "keeps the rank's own running statistics": _norm_with(_three_sums, _SumOverRanks.apply, own_running=True),
+        "uses the batch in evaluation": _norm_with(_three_sums, _SumOverRanks.apply, batch_in_eval=True),
+        "reduces the gradient of its weight": _norm_with(_three_sums, _SumOverRanks.apply, reduced_weight=True),
+    },
+    hints=(
+        "Start without a limit on collectives: sum x, squared differences and counts with a differentiable sum over "
+        "ranks. Its backward pass is a sum over ranks again.",
+        "Forward in one collective: all-gather each rank's mean, sum of squared differences from *its* mean, and "
+        "count. If m is the mean of all, a rank with mean r contributes its sum plus count * (r - m) ** 2.",
+        "Backward in one collective: with z for the normalized x and g for its gradient, all-reduce g.sum(0) and "
+        "(g * z).sum(0). The gradient of x is (g - (first + z * second) / count) / standard deviation.",
+        "Write both in a torch.autograd.Function. Multiply by the weight outside of it, so that autograd handles "
+        "weight and bias.",
     ),
 )
