@@ -6,6 +6,7 @@ and of the wrong answers are in `test_exercises`.
 
 import ast
 import os
+import pickle
 import re
 import shlex
 import shutil
@@ -21,8 +22,10 @@ from unittest import mock
 import nbformat
 import psutil
 import pytest
+import safetensors.torch
 import torch
 import torch.distributed as dist
+from torch.distributed.checkpoint.api import CheckpointException
 
 import slurm
 from ddp_tutorial import launch
@@ -264,6 +267,7 @@ DATA = NOTEBOOKS.parent / "data" / "digits"
 STAGES = [name[:2] for name in course.stages()]
 LAST = STAGES[-1]
 BASE_FOLDER = course.FOLDER
+FORKED = {"device": "cpu", "threads": 1, "echo": False, "timeout": 300}
 
 
 def code_of(path):
@@ -343,74 +347,133 @@ def save_once(*arguments):
     if saved and os.environ["RANK"] == "1":
         os.kill(os.getpid(), signal.SIGKILL)
     saved.append(save(*arguments))
+    return saved[-1]
 train.save = save_once
 train.main(train.parse_args())
 """
+
+
+def saved_by(path):
+    """Return the weights and the losses in the latest checkpoint, which is a folder from stage 10."""
+    if path.is_file():
+        saved = torch.load(path)
+        return saved["model"], saved["losses"]
+    latest = max(path.glob("step_????????"))
+    weights = {}
+    for file in latest.glob("*.safetensors"):
+        weights |= safetensors.torch.load_file(file)
+    return weights, torch.load(latest / "values.pt")["losses"]
+
+
+def assert_bitwise_identical(path, other):
+    (weights, losses), (other_weights, other_losses) = saved_by(path), saved_by(other)
+    assert losses == other_losses
+    assert weights.keys() == other_weights.keys()
+    assert all(torch.equal(other_weights[name], weight) for name, weight in weights.items())
 
 
 def test_the_last_stage_resumes_after_a_kill_and_07_equals_06(tmp_path):
     for number, name in ("06", "06"), ("07", "07"), (LAST, "train"):
         (tmp_path / f"{name}.py").write_text(course.script(number))
     (tmp_path / "killed.py").write_text(KILLED)
+    killed = train(tmp_path, 2, "killed", script="killed.py")
+    assert killed.returncode == 1, killed.stderr
+    assert sorted(path.name for path in (tmp_path / "killed.pt").iterdir()) == ["step_00000008", "step_00000016.part"]
     kinds = {
         "06": train(tmp_path, 2, "06", script="06.py"),
         "07": train(tmp_path, 2, "07", "--workers=0", script="07.py"),
+        "whole": train(tmp_path, 2, "whole", "--workers=0"),
+        "killed": train(tmp_path, 2, "killed"),
     }
-    whole = kinds["07"] if LAST == "07" else train(tmp_path, 2, "whole", "--workers=0")
-    killed = train(tmp_path, 2, "killed", script="killed.py")
-    assert killed.returncode == 1, killed.stderr
-    assert len(torch.load(tmp_path / "killed.pt")["losses"]) == 8
-    kinds |= {"whole": whole, "killed": train(tmp_path, 2, "killed")}
     assert not any(run.returncode for run in kinds.values()), [run.stderr for run in kinds.values()]
     lines = {name: re.sub(r", [\d,]+ samples/s", "", run.stdout).splitlines() for name, run in kinds.items()}
     assert [line[:7] for line in lines["whole"]] == ["step 8:", "step 16", "step 24", "step 32", "validat"]
     assert lines["whole"][-1].endswith("over 360 samples")
     assert lines["whole"][1:] == lines["killed"]
     assert lines["06"] == lines["07"]  # the same samples in the same order
-    for pair in ("06", "07"), ("07" if LAST == "07" else "whole", "killed"):
-        one, other = (torch.load(tmp_path / f"{name}.pt") for name in pair)
-        assert one["losses"] == other["losses"]
-        assert all(torch.equal(other["model"][name], weight) for name, weight in one["model"].items())
+    assert_bitwise_identical(tmp_path / "06.pt", tmp_path / "07.pt")
+    assert_bitwise_identical(tmp_path / "whole.pt", tmp_path / "killed.pt")
+    assert sorted(path.name for path in (tmp_path / "killed.pt").iterdir()) == ["step_00000024", "step_00000032"]
 
 
-def train_in_parts(world, folder):
+def train_in_parts(world, folder, number):
     """Run 6 steps, and a run that resumes after step 3 while only rank 0 sees the checkpoint."""
-    sys.path.insert(0, str(folder))
-    import train
+    script = imported(number)
 
     def options(name, every):
         args = [str(folder / name), f"--data={DATA}", "--steps=6", f"--every={every}", "--workers=0", "--cpu"]
-        return train.parse_args([*args, "--dropout=0.2", "--bf16", "--clip=0.3", "--batch-norm"])
+        return script.parse_args([*args, "--dropout=0.2", "--bf16", "--clip=0.3", "--batch-norm"])
 
     with mock.patch.object(dist, "init_process_group"):  # launch has initialized it
-        train.main(options("whole.pt", 6))
-        with mock.patch.object(train, "evaluate", side_effect=[(0, 0, 0)]):
-            save = train.save
-            stop = mock.Mock(side_effect=lambda *arguments: save(*arguments) or (_ for _ in ()).throw(KeyError))
-            with mock.patch.object(train, "save", stop), pytest.raises(KeyError):  # stopped after its first checkpoint
-                train.main(options("resumed.pt", 3))
+        script.main(options("whole.pt", 6))
+        last = "save" if number < "10" else "commit"  # the function that makes a checkpoint valid
+        real = getattr(script, last)
+        stop = mock.Mock(side_effect=lambda *arguments: real(*arguments) or (_ for _ in ()).throw(KeyError))
+        with mock.patch.object(script, last, stop), pytest.raises(KeyError):  # stopped after its first checkpoint
+            script.main(options("resumed.pt", 3))
         dist.barrier()
-        train.main(options("resumed.pt" if world.is_main else "not there.pt", 3))
-    model, data = train.make_parts(options("", 1), torch.device("cpu"))["model"], train.Digits(DATA / "train.parquet")
+        script.main(options("resumed.pt" if world.is_main or number >= "10" else "not there.pt", 3))
+    model, data = script.make_parts(options("", 1), torch.device("cpu"))["model"], script.Digits(DATA / "train.parquet")
     model[1].running_mean += world.rank  # evaluation must use rank 0's running statistics
-    evaluated = train.evaluate(model, data, options("", 1), torch.device("cpu"))
+    evaluated = script.evaluate(model, data, options("", 1), torch.device("cpu"))
     model[1].running_mean.zero_()
     logits = model.eval()(data.pixels)
     right = torch.nn.functional.cross_entropy(logits, data.digits).item(), int((logits.argmax(1) == data.digits).sum())
     return sorted(path.name for path in folder.glob("*.pt")), evaluated, right
 
 
-def test_all_ranks_resume_when_only_rank_0_sees_the_checkpoint(tmp_path):
-    (tmp_path / "train.py").write_text(course.script(LAST))
-    for files, (loss, accuracy, samples), right in launch(
-        train_in_parts, 2, tmp_path, device="cpu", threads=1, echo=False, timeout=100
-    ):
+@pytest.mark.parametrize("number", ["09", LAST])
+def test_all_ranks_resume_from_the_checkpoint_that_rank_0_sees(number, tmp_path):
+    for files, (loss, accuracy, samples), right in launch(train_in_parts, 2, tmp_path, number, **FORKED):
         assert files == ["resumed.pt", "whole.pt"]
         assert (loss, accuracy, samples) == (pytest.approx(right[0], abs=1e-5), right[1] / 1437, 1437)  # 719 and 718
-    whole, resumed = torch.load(tmp_path / "whole.pt"), torch.load(tmp_path / "resumed.pt")
-    assert len(whole["losses"]) == 6
-    assert resumed["losses"] == whole["losses"]
-    assert all(torch.equal(resumed["model"][name], weight) for name, weight in whole["model"].items())
+    assert len(saved_by(tmp_path / "whole.pt")[1]) == 6
+    assert_bitwise_identical(tmp_path / "whole.pt", tmp_path / "resumed.pt")
+
+
+class Malicious:
+    def __reduce__(self):
+        return Path("executed").touch, ()
+
+
+def save_with_errors(world, folder):
+    """Save on a full disk, and load a checkpoint that would execute code."""
+    os.chdir(folder)
+    script, device = imported(LAST), torch.device("cpu")
+    args = script.parse_args(["model", "--steps=4"])
+    parts, group = script.make_parts(args, device), dist.new_group(backend="gloo")
+    write = script.dcp.HuggingFaceStorageWriter.write_data
+    full = mock.Mock(side_effect=OSError("No space left on device")) if world.rank == 1 else write
+    arguments = [args.checkpoint, parts, [1.0], *([device] if LAST < "12" else []), group]
+    with mock.patch.object(script.dcp.HuggingFaceStorageWriter, "write_data", full):
+        saving = script.save(*arguments)
+        with pytest.raises(CheckpointException, match="No space left on device"):
+            script.commit(*saving, 1)
+    assert script.checkpoints(args.checkpoint) == []
+    dist.barrier()
+    assert script.resume(args.checkpoint, parts, device) == []
+    for losses in [2.0], [2.0, 1.0]:
+        arguments[2] = losses
+        script.commit(*script.save(*arguments), 1)
+    dist.barrier()
+    assert [path.name for path in args.checkpoint.iterdir()] == ["step_00000002"]
+    dist.barrier()
+    if not world.is_main:
+        arguments[0] = folder / "another disk"
+        with pytest.raises(FileNotFoundError, match=r"a folder that all ranks share: step_00000002\.part is missing"):
+            script.save(*arguments)
+    else:
+        with mock.patch.object(script.dcp, "async_save"):
+            script.save(*arguments)
+        torch.save(Malicious(), args.checkpoint / "step_00000002" / "values.pt")
+    dist.barrier()
+    with pytest.raises(pickle.UnpicklingError, match="Weights only load failed"):
+        script.resume(args.checkpoint, parts, device)
+
+
+def test_a_failed_save_fails_on_all_ranks_and_loading_executes_nothing(tmp_path):
+    launch(save_with_errors, 2, tmp_path, **FORKED)
+    assert [path.name for path in tmp_path.iterdir()] == ["model"]
 
 
 @pytest.mark.parametrize("number", ["06", LAST])
@@ -477,10 +540,9 @@ def train_all_stages(world, folder):
 
 
 def test_each_stage_from_08_trains_like_one_process_on_ragged_batches(tmp_path):
-    options = {"device": "cpu", "threads": 1, "echo": False, "timeout": 100}
-    [alone] = launch(train_all_stages, 1, tmp_path, **options)
+    [alone] = launch(train_all_stages, 1, tmp_path, **FORKED)
     for ranks in 2, 3:
-        for trained, (run, expected) in product(launch(train_all_stages, ranks, tmp_path, **options), alone.items()):
+        for trained, (run, expected) in product(launch(train_all_stages, ranks, tmp_path, **FORKED), alone.items()):
             for name, weight in expected.items():
                 torch.testing.assert_close(trained[run][name], weight, rtol=0, atol=1e-6)
 
