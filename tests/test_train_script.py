@@ -5,6 +5,7 @@ and of the wrong answers are in `test_exercises`.
 """
 
 import ast
+import json
 import os
 import pickle
 import re
@@ -15,6 +16,8 @@ import subprocess
 import sys
 import time
 import types
+from datetime import timedelta
+from functools import partial
 from itertools import chain, count, product
 from pathlib import Path
 from unittest import mock
@@ -280,12 +283,14 @@ def imported(number):
     return script
 
 
-def train(folder, nprocs, name, *options, script="train.py"):
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={nprocs}", script]
-    command += [f"{name}.pt", f"--data={DATA}", "--steps=32", "--every=8", "--dropout=0.2", "--cpu", *options]
-    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+def train(folder, nprocs, name, *options, script="train.py", restarts=0):
+    """Run a script under torchrun."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={nprocs}"]
+    command += [f"--max-restarts={restarts}", script, name, f"--data={DATA}", "--steps=32", "--every=8"]
+    command += ["--dropout=0.2", "--workers=0", "--cpu", *options]
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
     return subprocess.run(
-        command, cwd=folder, env=environment, capture_output=True, text=True, timeout=100, check=False
+        command, cwd=folder, env=environment, capture_output=True, text=True, timeout=300, check=False
     )
 
 
@@ -340,16 +345,26 @@ def test_a_patch_that_does_not_fit_names_the_stage_and_the_lines():
         course.script("05")
 
 
+HANGS = """
+import os, sys, time, train
+take_step = train.train_step
+def train_step(*arguments):
+    if train.torch.initial_seed() // 2**20 == 3 and os.environ["RANK"] == "1":
+        time.sleep(8)
+    return take_step(*arguments)
+train.train_step = train_step
+os._exit(train.run(train.parse_args()))
+"""
+
 KILLED = """
-import os, signal, train
-save, saved = train.save, []
-def save_once(*arguments):
-    if saved and os.environ["RANK"] == "1":
+import os, signal, sys, train
+rename = train.Path.rename
+def killed(path, target):
+    if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0" and path.name == "step_00000016.part":
         os.kill(os.getpid(), signal.SIGKILL)
-    saved.append(save(*arguments))
-    return saved[-1]
-train.save = save_once
-train.main(train.parse_args())
+    return rename(path, target)
+train.Path.rename = killed
+os._exit(train.run(train.parse_args()))
 """
 
 
@@ -372,28 +387,86 @@ def assert_bitwise_identical(path, other):
     assert all(torch.equal(other_weights[name], weight) for name, weight in weights.items())
 
 
-def test_the_last_stage_resumes_after_a_kill_and_07_equals_06(tmp_path):
-    for number, name in ("06", "06"), ("07", "07"), (LAST, "train"):
-        (tmp_path / f"{name}.py").write_text(course.script(number))
+def train_once(world, folder, number, name, stop, *options):
+    """Train with a stage on the ranks of `launch`. Send SIGTERM to the last rank before step `stop`."""
+    script = imported(number)
+    take_step = script.train_step
+
+    def train_step(*arguments):
+        if torch.initial_seed() == (stop - 1) * 2**20 + world.size - 1:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return take_step(*arguments)
+
+    script.train_step = train_step
+    if world.size == 1:  # launch initializes no group
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    with mock.patch.object(dist, "init_process_group"):
+        script.main(script.parse_args([str(folder / name), f"--data={DATA}", "--workers=0", "--cpu", *options]))
+
+
+def test_07_trains_on_the_same_samples_in_the_same_order_as_06(tmp_path):
+    for number in "06", "07":
+        launch(train_once, 2, tmp_path, number, number, 0, "--steps=32", "--every=8", "--dropout=0.2", **FORKED)
+    assert_bitwise_identical(tmp_path / "06", tmp_path / "07")
+
+
+def test_a_run_that_torchrun_restarts_is_bitwise_identical_to_an_undisturbed_one(tmp_path):
+    (tmp_path / "train.py").write_text(course.script(LAST))
     (tmp_path / "killed.py").write_text(KILLED)
-    killed = train(tmp_path, 2, "killed", script="killed.py")
-    assert killed.returncode == 1, killed.stderr
-    assert sorted(path.name for path in (tmp_path / "killed.pt").iterdir()) == ["step_00000008", "step_00000016.part"]
-    kinds = {
-        "06": train(tmp_path, 2, "06", script="06.py"),
-        "07": train(tmp_path, 2, "07", "--workers=0", script="07.py"),
-        "whole": train(tmp_path, 2, "whole", "--workers=0"),
-        "killed": train(tmp_path, 2, "killed"),
-    }
-    assert not any(run.returncode for run in kinds.values()), [run.stderr for run in kinds.values()]
-    lines = {name: re.sub(r", [\d,]+ samples/s", "", run.stdout).splitlines() for name, run in kinds.items()}
-    assert [line[:7] for line in lines["whole"]] == ["step 8:", "step 16", "step 24", "step 32", "validat"]
-    assert lines["whole"][-1].endswith("over 360 samples")
-    assert lines["whole"][1:] == lines["killed"]
-    assert lines["06"] == lines["07"]  # the same samples in the same order
-    assert_bitwise_identical(tmp_path / "06.pt", tmp_path / "07.pt")
-    assert_bitwise_identical(tmp_path / "whole.pt", tmp_path / "killed.pt")
-    assert sorted(path.name for path in (tmp_path / "killed.pt").iterdir()) == ["step_00000024", "step_00000032"]
+    launch(train_once, 3, tmp_path, LAST, "whole", 0, "--steps=32", "--every=8", "--dropout=0.2", **FORKED)
+    run = train(tmp_path, 3, "restarted", script="killed.py", restarts=1)
+    assert run.returncode == 0, run.stderr
+    lines = run.stdout.splitlines()
+    assert [line[:7] for line in lines] == ["step 8:", "step 16", "step 24", "step 16", "step 24", "step 32", "validat"]
+    assert lines[-1].endswith("over 360 samples")
+    assert_bitwise_identical(tmp_path / "whole", tmp_path / "restarted")
+    assert sorted(path.name for path in (tmp_path / "restarted").iterdir()) == ["step_00000024", "step_00000032"]
+
+
+def test_a_hang_prints_the_stacks_and_the_collectives_of_all_ranks(tmp_path):
+    (tmp_path / "train.py").write_text(course.script(LAST))
+    (tmp_path / "hangs.py").write_text(HANGS)
+    run = train(tmp_path, 2, "hung", "--timeout=4", script="hangs.py")
+    assert run.returncode == 1
+    assert "Timeout (0:00:02)!" in run.stderr
+    assert re.search(r"hangs.py., line 6 in train_step", run.stderr)  # rank 1
+    assert re.search(
+        r"distributed_c10d.py., line \d+ in all_reduce(.*\n)*?.*train.py., line \d+ in train_step", run.stderr
+    )
+    assert "Timed out waiting" in run.stderr
+    assert (tmp_path / "hung" / "collectives_rank_0.json").exists(), run.stderr
+    entries = json.loads((tmp_path / "hung" / "collectives_rank_0.json").read_text())["entries"]
+    assert "all_reduce" in entries[-1]["profiling_name"]
+    assert entries[-1]["state"] != "completed"
+
+
+def test_setup_refuses_the_store_of_an_earlier_attempt(monkeypatch):
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
+    monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
+    with pytest.raises(RuntimeError, match="TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1"):
+        imported(LAST).setup(True, 600)
+
+
+def test_a_signal_saves_and_another_number_of_ranks_may_resume(tmp_path):
+    def run(ranks, name, dropout, stop=0):
+        options = ["--steps=12", "--every=4", "--batch=50", f"--dropout={dropout}"]
+        launch(train_once, ranks, tmp_path, LAST, name, stop, *options, **FORKED)
+        return max(path.name for path in (tmp_path / name).iterdir())
+
+    run(2, "whole", 0.2)
+    assert run(2, "stopped", 0.2, stop=5) == "step_00000005"
+    assert run(2, "stopped", 0.2) == "step_00000012"
+    assert_bitwise_identical(tmp_path / "whole", tmp_path / "stopped")
+    run(2, "same ranks", 0)
+    assert run(2, "changed", 0, stop=3) == "step_00000003"
+    assert run(1, "changed", 0, stop=6) == "step_00000006"
+    assert run(2, "changed", 0) == "step_00000012"
+    (weights, losses), (changed_weights, changed_losses) = (
+        saved_by(tmp_path / "same ranks"),
+        saved_by(tmp_path / "changed"),
+    )
+    torch.testing.assert_close(changed_losses, losses, rtol=0, atol=1e-5)
+    torch.testing.assert_close(changed_weights, weights, rtol=0, atol=1e-6)
 
 
 def train_in_parts(world, folder, number):
@@ -444,7 +517,7 @@ def save_with_errors(world, folder):
     parts, group = script.make_parts(args, device), dist.new_group(backend="gloo")
     write = script.dcp.HuggingFaceStorageWriter.write_data
     full = mock.Mock(side_effect=OSError("No space left on device")) if world.rank == 1 else write
-    arguments = [args.checkpoint, parts, [1.0], *([device] if LAST < "12" else []), group]
+    arguments = [args.checkpoint, parts, [1.0], group]
     with mock.patch.object(script.dcp.HuggingFaceStorageWriter, "write_data", full):
         saving = script.save(*arguments)
         with pytest.raises(CheckpointException, match="No space left on device"):
@@ -483,11 +556,13 @@ def test_on_gpus_a_rank_uses_the_gpu_of_its_local_rank_and_nccl(number, monkeypa
     monkeypatch.setenv("LOCAL_RANK", "1")
     accelerator = mock.Mock(**{"current_accelerator.return_value": torch.device("cuda")})
     with mock.patch.object(torch, "accelerator", accelerator), mock.patch.object(dist, "init_process_group") as joined:
-        assert script.setup(cpu=False) == torch.device("cuda", 1)
-        joined.assert_called_once_with("nccl", device_id=torch.device("cuda", 1))
+        limits = {"timeout": timedelta(seconds=60)} if number >= "11" else {}
+        setup = partial(script.setup, timeout=60) if limits else script.setup
+        assert setup(cpu=False) == torch.device("cuda", 1)
+        joined.assert_called_once_with("nccl", device_id=torch.device("cuda", 1), **limits)
         accelerator.set_device_index.assert_called_once_with(torch.device("cuda", 1))
-        assert script.setup(cpu=True) == torch.device("cpu")
-        joined.assert_called_with("gloo", device_id=None)
+        assert setup(cpu=True) == torch.device("cpu")
+        joined.assert_called_with("gloo", device_id=None, **limits)
 
 
 @pytest.mark.parametrize("number", ["06", "07"])
