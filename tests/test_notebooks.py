@@ -256,7 +256,6 @@ def test_cells_are_short(path):
 
 # The notebooks that are still to be brought within the limits. Remove a name with the rewrite of its notebook.
 TOO_LONG = {
-    "10_checkpointing",
     "11_debugging_hangs",
     "12_fault_tolerance",
     "14_scaling",

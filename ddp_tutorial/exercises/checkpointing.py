@@ -1,198 +1,29 @@
-"""Exercises of 10_checkpointing: save atomically, find all state, and check that ranks are bitwise identical."""
+"""Exercises of 10_checkpointing: find all state, save several files atomically, and survive kills at random moments."""
 
 import copy
+import hashlib
 import itertools
-from collections.abc import Callable, Iterator
+import json
+import os
+import random
+import shutil
+import signal
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
-from ddp_tutorial.collectives import all_gather, digest
 from ddp_tutorial.exercises import Answer, Exercise, expect, on_ranks
 from ddp_tutorial.world import World
 
-# --------------------------------------------------------------------------------------------------- 1. save atomically
-
-
-class _PowerCutError(Exception):
-    """Power failure of the simulated machine."""
-
-
-@dataclass
-class Disk:
-    """A simulated disk with the guarantees of a real one.
-
-    Written data stays in memory until `sync(name)`; new names, renames and removals stay in memory until
-    `sync_names()`. A power failure may lose any part of what is only in memory.
-    """
-
-    names: dict[str, int] = field(default_factory=dict)  # name -> index in `files`
-    files: list[bytes] = field(default_factory=list)
-    _safe_files: dict[int, bytes] = field(default_factory=dict)
-    _safe_names: list[dict[str, int]] = field(
-        default_factory=lambda: [{}]
-    )  # what the directory may be after a power cut
-    _left: float = float("inf")
-
-    def write(self, name: str, data: bytes) -> None:
-        """Replace the content of the file `name` with `data`. Creates the file if it does not exist."""
-        self._operation()
-        if name not in self.names:
-            self.names = {**self.names, name: len(self.files)}
-            self.files.append(b"")
-            self._safe_names.append(self.names)
-        self.files[self.names[name]] = data
-
-    def sync(self, name: str) -> None:
-        """Block until all data written to the file has reached the disk."""
-        self._operation()
-        self._safe_files[self.names[name]] = self.files[self.names[name]]
-
-    def rename(self, old: str, new: str) -> None:
-        """Rename the file `old` to `new`, replacing any file of that name."""
-        self._operation()
-        names = dict(self.names)
-        names[new] = names.pop(old)
-        self.names = names
-        self._safe_names.append(names)
-
-    def remove(self, name: str) -> None:
-        """Remove the file `name`."""
-        self._operation()
-        self.names = {other: number for other, number in self.names.items() if other != name}
-        self._safe_names.append(self.names)
-
-    def sync_names(self) -> None:
-        """Block until all current names have reached the disk."""
-        self._operation()
-        self._safe_names = [self.names]
-
-    def _operation(self) -> None:
-        if self._left <= 0:
-            raise _PowerCutError
-        self._left -= 1
-
-    def after_power_cut(self, name: str) -> Iterator[bytes | None]:
-        """Yield every possible content of the file `name` after a power failure now; None for a missing file."""
-        for names in self._safe_names:
-            if name not in names:
-                yield None
-                continue
-            number = names[name]
-            written, safe = self.files[number], self._safe_files.get(number)
-            yield from {written, safe or b"", written[: len(written) // 2]} if safe != written else {written}
-
-
-_OLD, _NEW = b"the old checkpoint", b"the new checkpoint, a bit longer"
-
-
-def _disk_with_old(operations: float) -> Disk:
-    disk = Disk()
-    disk.write("checkpoint", _OLD)
-    disk.sync("checkpoint")
-    disk.sync_names()
-    disk._left = operations
-    return disk
-
-
-def _test_atomic(answer: Answer) -> str:
-    for operations in itertools.count():
-        disk = _disk_with_old(operations)
-        done = True
-        try:
-            answer(disk, "checkpoint", _NEW)
-        except _PowerCutError:
-            done = False
-        found = set(disk.after_power_cut("checkpoint"))
-        when = "after your function has returned" if done else f"after operation {operations} of your function"
-        for left in found:
-            if left in (_OLD, _NEW):
-                continue
-            what = "the checkpoint may be missing" if left is None else f"the checkpoint may be {left!r}"
-            expect(False, f"If the power fails {when}, {what}. It must be the complete old or the complete new one.")
-        if done:
-            expect(found != {_OLD}, "When your function returns, the checkpoint must be the new one, got the old one.")
-            expect(
-                found == {_NEW},
-                "If the power fails after your function has returned, the old checkpoint may reappear: the new name "
-                "must reach the disk as well.",
-            )
-            return f"A power failure after any of your {operations} operations leaves a complete checkpoint."
-        expect(operations < 50, "Five operations are enough; your function used more than 50.")
-    raise AssertionError("unreachable")
-
-
-def _atomic_save(disk: Disk, name: str, data: bytes) -> None:
-    disk.write(f"{name}.part", data)
-    disk.sync(f"{name}.part")
-    disk.rename(f"{name}.part", name)
-    disk.sync_names()
-
-
-def _in_place(disk: Disk, name: str, data: bytes) -> None:
-    disk.write(name, data)
-    disk.sync(name)
-    disk.sync_names()
-
-
-def _rename_only(disk: Disk, name: str, data: bytes) -> None:
-    disk.write(f"{name}.part", data)
-    disk.rename(f"{name}.part", name)
-    disk.sync_names()
-
-
-def _syncs_too_late(disk: Disk, name: str, data: bytes) -> None:
-    disk.write(f"{name}.part", data)
-    disk.rename(f"{name}.part", name)
-    disk.sync(name)
-    disk.sync_names()
-
-
-def _old_one_removed_first(disk: Disk, name: str, data: bytes) -> None:
-    disk.write(f"{name}.part", data)
-    disk.sync(f"{name}.part")
-    disk.remove(name)
-    disk.rename(f"{name}.part", name)
-    disk.sync_names()
-
-
-def _name_not_synced(disk: Disk, name: str, data: bytes) -> None:
-    disk.write(f"{name}.part", data)
-    disk.sync(f"{name}.part")
-    disk.rename(f"{name}.part", name)
-
-
-def _never_renamed(disk: Disk, name: str, data: bytes) -> None:
-    disk.write(f"{name}.part", data)
-    disk.sync(f"{name}.part")
-    disk.sync_names()
-
-
-atomic_save = Exercise(
-    task=(
-        "atomic_save(disk, name, data): save so that a power failure at any time leaves the complete old or the "
-        "complete new file, and the new file once your function has returned."
-    ),
-    test=_test_atomic,
-    solution=_atomic_save,
-    wrong={
-        "overwrites the old file": _in_place,
-        "renames before the data has reached the disk": _rename_only,
-        "syncs after the rename": _syncs_too_late,
-        "removes the old file first": _old_one_removed_first,
-        "does not sync the name": _name_not_synced,
-        "never renames it": _never_renamed,
-    },
-    hints=(
-        "Write the file under a different name, so that half a file cannot be mistaken for the checkpoint.",
-        "A rename is atomic: the name refers to the old or the new file. The new file must be on the disk before it.",
-        "In this order: write under a different name, sync, rename, sync_names.",
-    ),
-)
-
-# ---------------------------------------------------------------------------------------------------- 2. find all state
+# ---------------------------------------------------------------------------------------------------- 1. find all state
 
 
 class MiniTrainer:
@@ -353,104 +184,645 @@ state_of = Exercise(
     ),
 )
 
-# ------------------------------------------------------------------------------------------------- 3. compare the ranks
-
-NAN = float("nan")
-_CASES: dict[str, Callable[[int], dict[str, torch.Tensor]]] = {
-    "equal tensors": lambda rank: {"a": torch.arange(4.0), "b": torch.ones(2)},
-    "one element that differs by 1e-6": lambda rank: {"a": torch.arange(4.0), "b": torch.ones(2) + 1e-6 * (rank == 1)},
-    "the same numbers in a different order": lambda rank: {"a": torch.arange(4.0).roll(rank), "b": torch.ones(2)},
-    "a NaN at the same place on all ranks": lambda rank: {"a": torch.tensor([1.0, NAN]), "b": torch.ones(2)},
-    "a different dtype": lambda rank: {
-        "a": torch.arange(4.0),
-        "b": torch.ones(2).to([torch.float32, torch.float64][rank]),
-    },
-    "a different shape": lambda rank: {"a": torch.arange(4.0), "b": torch.ones(2 + rank)},
-    "two different tensors": lambda rank: {"a": torch.arange(4.0) + rank, "b": torch.ones(2) - rank},
-}
-_DIFFERING = {
-    "equal tensors": [],
-    "one element that differs by 1e-6": ["b"],
-    "the same numbers in a different order": ["a"],
-    "a NaN at the same place on all ranks": [],
-    "a different dtype": ["b"],
-    "a different shape": ["b"],
-    "two different tensors": ["a", "b"],
-}
+# ------------------------------------------------------------------------------------- 2. save several files atomically
 
 
-def _run_differing(world: World, answer: Answer) -> dict[str, Any]:
-    found: dict[str, Any] = {}
-    for case, make in _CASES.items():
+class _PowerCutError(Exception):
+    """Power failure of the simulated machine."""
+
+
+@dataclass
+class Disk:
+    """A simulated disk with the guarantees of a real one, and without folders.
+
+    Written data stays in memory until `sync(name)`; new names, renames and removals stay in memory until
+    `sync_names()`. A power failure may lose any part of what is only in memory. The disk applies changes of names in
+    their order.
+    """
+
+    _names: dict[str, int] = field(default_factory=dict)  # name -> index in `_files`
+    _files: list[bytes] = field(default_factory=list)
+    _safe_files: dict[int, bytes] = field(default_factory=dict)
+    _safe_names: list[dict[str, int]] = field(default_factory=lambda: [{}])  # the possible names after a power failure
+    _left: float = float("inf")
+
+    def names(self) -> list[str]:
+        """Return the names of all files."""
+        return sorted(self._names)
+
+    def read(self, name: str) -> bytes:
+        """Return the content of the file `name`."""
+        return self._files[self._names[name]]
+
+    def write(self, name: str, data: bytes) -> None:
+        """Replace the content of the file `name` with `data`. Creates the file if it does not exist."""
+        self._operation()
+        if name not in self._names:
+            self._change({**self._names, name: len(self._files)})
+            self._files.append(b"")
+        self._files[self._names[name]] = data
+
+    def sync(self, name: str) -> None:
+        """Block until all data written to the file has reached the disk."""
+        self._operation()
+        self._safe_files[self._names[name]] = self._files[self._names[name]]
+
+    def rename(self, old: str, new: str) -> None:
+        """Rename the file `old` to `new`, replacing any file of that name."""
+        self._operation()
+        names = dict(self._names)
+        names[new] = names.pop(old)
+        self._change(names)
+
+    def remove(self, name: str) -> None:
+        """Remove the file `name`."""
+        self._operation()
+        self._change({other: number for other, number in self._names.items() if other != name})
+
+    def sync_names(self) -> None:
+        """Block until all current names have reached the disk."""
+        self._operation()
+        self._safe_names = [self._names]
+
+    def _change(self, names: dict[str, int]) -> None:
+        self._names = names
+        self._safe_names = [*self._safe_names, names]
+
+    def _operation(self) -> None:
+        if self._left <= 0:
+            raise _PowerCutError
+        self._left -= 1
+
+    def _after_power_cut(self) -> Iterator["Disk"]:
+        """Yield every possible disk after a power failure now."""
+        for names in self._safe_names:
+            numbers = sorted(set(names.values()))
+            for contents in itertools.product(*(sorted(self._contents(number)) for number in numbers)):
+                renumbered = {name: numbers.index(number) for name, number in names.items()}
+                yield Disk(renumbered, list(contents), dict(enumerate(contents)), [renumbered])
+
+    def _contents(self, number: int) -> set[bytes]:
+        written, safe = self._files[number], self._safe_files.get(number)
+        return {written} if safe == written else {written, safe or b"", written[: len(written) // 2]}
+
+
+def read_files(disk: Disk) -> dict[str, bytes]:
+    """Return the files of a checkpoint. The manifest maps each file's name to the name under which it is stored."""
+    stored = json.loads(disk.read("manifest"))
+    return {name: disk.read(under) for name, under in stored.items()}
+
+
+_CHECKPOINTS = [
+    {"rank_0": b"rank 0, step 1", "rank_1": b"rank 1, step 1"},
+    {"rank_0": b"rank 0, step 2, longer", "rank_1": b"rank 1, step 2, longer"},
+    {"rank_0": b"rank 0, step 3, even longer", "rank_1": b"rank 1, step 3, even longer"},
+]
+
+
+def _saved_normally(disk: Disk, answer: Answer, which: int) -> None:
+    answer(disk, dict(_CHECKPOINTS[which]))
+    for after in disk._after_power_cut():
+        found = _found(after)
+        expect(
+            found == which,
+            f"If the power fails after your function has returned, {_description(found)}. It must be the new "
+            "checkpoint.",
+        )
+    used = len(disk._names)
+    expect(used <= 3, f"Two files and the manifest are needed, got {used} files: {', '.join(disk.names())}.")
+
+
+def _found(disk: Disk) -> int | str:
+    """Return the number of the checkpoint that the disk contains, or what is wrong with it."""
+    try:
+        files = read_files(disk)
+    except Exception as error:
+        return f"`read_files` raises {type(error).__name__}: {error}"
+    return _CHECKPOINTS.index(files) if files in _CHECKPOINTS else f"`read_files` returns {files}"
+
+
+def _description(found: int | str) -> str:
+    return found if isinstance(found, str) else f"the disk contains the checkpoint of step {found + 1}"
+
+
+def _test_save_files(answer: Answer) -> str:
+    first = Disk()
+    _saved_normally(first, answer, 0)
+    for operations in itertools.count():
+        disk = copy.deepcopy(first)
+        disk._left = operations
+        done = True
         try:
-            result = answer(world, make(world.rank))
-            found[case] = sorted(result) if isinstance(result, (list, tuple, set)) else repr(result)
-        except NotImplementedError:
-            raise
-        except Exception as error:
-            found[case] = f"an error, {type(error).__name__}: {error}"
-    return found
+            answer(disk, dict(_CHECKPOINTS[1]))
+        except _PowerCutError:
+            done = False
+        after_cut = {json.dumps([each.names(), str(each._files)]): each for each in disk._after_power_cut()}
+        for after in after_cut.values():
+            found = _found(after)
+            expect(
+                found in (0, 1),
+                f"If the power fails after operation {operations} of your function, {_description(found)}. It must be "
+                "the complete old or the complete new checkpoint.",
+            )
+            _saved_normally(after, answer, 2)  # what an aborted save has left behind must not disturb the next one
+        if done:
+            disk._left = float("inf")
+            _saved_normally(disk, answer, 2)
+            return f"A power failure after any of your {operations} operations leaves a complete checkpoint."
+        expect(operations < 60, "Ten to fifteen operations are enough; your function used more than 60.")
+    raise AssertionError("unreachable")
 
 
-def _test_differing(answer: Answer) -> str:
-    stuck = "A rank waits forever: all ranks must enter the same collectives."
-    ranks = on_ranks(_run_differing, 2, answer, stuck=stuck, timeout=60)
-    for case, expected in _DIFFERING.items():
-        for rank, found in enumerate(ranks):
-            expect(found[case] == expected, f"For {case}, rank {rank} must return {expected}, got {found[case]}.")
-    return "All ranks find every difference, down to a single bit."
+def _save_files(disk: Disk, files: dict[str, bytes]) -> None:
+    old = set(json.loads(disk.read("manifest")).values()) if "manifest" in disk.names() else set()
+    stored = {name: next(free for free in (f"{name}.a", f"{name}.b") if free not in old) for name in files}
+    for name, data in files.items():
+        disk.write(stored[name], data)
+        disk.sync(stored[name])
+    disk.write("manifest.part", json.dumps(stored).encode())
+    disk.sync("manifest.part")
+    disk.sync_names()
+    disk.rename("manifest.part", "manifest")
+    disk.sync_names()
+    for name in disk.names():
+        if name not in {"manifest", *stored.values()}:
+            disk.remove(name)
+    disk.sync_names()
 
 
-def _differing(world: World, tensors: dict[str, torch.Tensor]) -> list[str]:
-    of_ranks = all_gather(world, {name: digest({name: tensor}) for name, tensor in tensors.items()})
-    return [name for name in tensors if any(each[name] != of_ranks[0][name] for each in of_ranks)]
+def _variant(
+    *,
+    in_place: bool = False,
+    skip_sync: bool = False,
+    renamed: bool = True,
+    manifest_first: bool = False,
+    remove_first: bool = False,
+    clean: bool = True,
+    names_synced: bool = True,
+    manifest_synced: bool = True,
+) -> Callable[[Disk, dict[str, bytes]], None]:
+    """Return `_save_files` with a mistake."""
+
+    def save_files(disk: Disk, files: dict[str, bytes]) -> None:
+        old = set(json.loads(disk.read("manifest")).values()) if "manifest" in disk.names() else set()
+        stored = {name: next(free for free in (f"{name}.a", f"{name}.b") if free not in old) for name in files}
+        if in_place:
+            stored = {name: name for name in files}
+        if remove_first:
+            for name in disk.names():
+                disk.remove(name)
+
+        def write_manifest() -> None:
+            part = "manifest.part" if renamed else "manifest"
+            disk.write(part, json.dumps(stored).encode())
+            if manifest_synced:
+                disk.sync(part)
+            if renamed:
+                disk.rename(part, "manifest")
+            if names_synced:
+                disk.sync_names()
+
+        if manifest_first:
+            write_manifest()
+        for name, data in files.items():
+            disk.write(stored[name], data)
+            if not skip_sync:
+                disk.sync(stored[name])
+        if not manifest_first:
+            write_manifest()
+        if clean:
+            for name in disk.names():
+                if name not in {"manifest", *stored.values()}:
+                    disk.remove(name)
+            if names_synced:
+                disk.sync_names()
+
+    return save_files
 
 
-def _sums(world: World, tensors: dict[str, torch.Tensor]) -> list[str]:
-    of_ranks = all_gather(world, {name: float(tensor.sum()) for name, tensor in tensors.items()})
-    return [name for name in tensors if any(each[name] != of_ranks[0][name] for each in of_ranks)]
-
-
-def _values(world: World, tensors: dict[str, torch.Tensor]) -> list[str]:
-    of_ranks = all_gather(world, tensors)
-    return [name for name in tensors if any(each[name].tolist() != of_ranks[0][name].tolist() for each in of_ranks)]
-
-
-def _nearly(world: World, tensors: dict[str, torch.Tensor]) -> list[str]:
-    def close(a: torch.Tensor, b: torch.Tensor) -> bool:
-        same_kind = a.shape == b.shape and a.dtype == b.dtype
-        return same_kind and torch.allclose(a, b, rtol=1e-4, equal_nan=True)
-
-    of_ranks = all_gather(world, tensors)
-    return [name for name in tensors if not all(close(each[name], of_ranks[0][name]) for each in of_ranks)]
-
-
-def _rank_zero_with_itself(world: World, tensors: dict[str, torch.Tensor]) -> list[str]:
-    of_ranks = all_gather(world, {name: digest({name: tensor}) for name, tensor in tensors.items()})
-    return [name for name in tensors if of_ranks[world.rank][name] != of_ranks[0][name]]
-
-
-def _first_only(world: World, tensors: dict[str, torch.Tensor]) -> list[str]:
-    return _differing(world, tensors)[:1]
-
-
-differing = Exercise(
+save_files = Exercise(
     task=(
-        "differing(world, tensors): return, on every rank, the names of the tensors that are not bitwise identical on "
-        "all ranks."
+        "save_files(disk, files): save a checkpoint that consists of several files, so that a power failure at any "
+        "time leaves the complete old or the complete new checkpoint."
     ),
-    test=_test_differing,
-    solution=_differing,
+    test=_test_save_files,
+    solution=_save_files,
     wrong={
-        "compares sums": _sums,
-        "compares numbers, ignoring that NaN is not equal to NaN, and the dtype": _values,
-        "accepts nearly equal tensors": _nearly,
-        "compares only its own rank with rank 0": _rank_zero_with_itself,
-        "stops at the first difference": _first_only,
+        "overwrites the old files": _variant(in_place=True),
+        "does not sync the files": _variant(skip_sync=True),
+        "does not sync the manifest": _variant(manifest_synced=False),
+        "overwrites the manifest": _variant(renamed=False),
+        "writes the manifest first": _variant(manifest_first=True),
+        "removes the old checkpoint first": _variant(remove_first=True),
+        "does not sync the names": _variant(names_synced=False),
+        "keeps the old files": _variant(clean=False),
     },
     hints=(
-        "all_gather(world, thing) returns all ranks' objects. Which small object changes with every bit?",
-        "digest({name: tensor}) is a hash of name, shape, dtype and bits.",
-        "On every rank, compare the hashes of all ranks with rank 0's: then all ranks return the same list.",
+        "One rename is atomic, and several renames are not. Which single file decides between old and new?",
+        "Write the new files under names that the old manifest does not contain, and sync them. Then rename a new "
+        "manifest to `manifest`.",
+        "Remove the old files last. An aborted save may have left files behind; remove them, too.",
+    ),
+)
+
+# ----------------------------------------------------------------------------------- 3. survive kills at random moments
+
+_RANKS, _STEPS, _NUMBERS = 2, 6, 2000
+_PATIENCE = 30.0  # seconds until an attempt counts as hanging
+_KILLS = 20
+
+
+def _new_state(rank: int) -> dict[str, Any]:
+    generator = torch.Generator().manual_seed(rank)
+    return {"weights": torch.zeros(_NUMBERS), "rng": generator.get_state(), "steps": 0}
+
+
+def _next_state(state: dict[str, Any]) -> dict[str, Any]:
+    """Return the state of one rank after one more step. The state differs between the ranks."""
+    generator = torch.Generator()
+    generator.set_state(state["rng"])
+    weights = 0.9 * state["weights"] + torch.randn(_NUMBERS, generator=generator)
+    return {"weights": weights, "rng": generator.get_state(), "steps": state["steps"] + 1}
+
+
+def _final_state(rank: int) -> dict[str, Any]:
+    state = _new_state(rank)
+    for _ in range(_STEPS):
+        state = _next_state(state)
+    return state
+
+
+class _Killer:
+    """Counts the lines of Python that a rank executes in the answer, and kills the rank at one of them.
+
+    Half of the kills hit a line of the answer itself, and the others any line, such as one of `torch.save`.
+    """
+
+    def __init__(self, answer: Any, own: int | None = None, line: int | None = None) -> None:
+        self.file = getattr(getattr(answer.save, "__code__", None), "co_filename", "")
+        self.own, self.line = own, line
+        self.seen = [0, 0]  # own lines, and all lines
+        self.note = Path()  # created before the kill
+
+    def trace(self, frame: Any, event: str, _: Any) -> Any:
+        if event == "line":
+            self.seen[1] += 1
+            if frame.f_code.co_filename == self.file:
+                self.seen[0] += 1
+                if self.seen[0] == self.own:
+                    self.kill()
+            if self.seen[1] == self.line:
+                self.kill()
+        return self.trace
+
+    def kill(self) -> None:
+        sys.settrace(None)
+        self.note.write_text("true")
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    def __enter__(self) -> "_Killer":
+        sys.settrace(self.trace)
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        sys.settrace(None)
+
+
+def _train(rank: int, answer: Any, folder: Path, notes: Path, killer: _Killer) -> None:
+    """Run one rank of one attempt: load, then step and save until the end. The notes say what has happened."""
+    dist.init_process_group("gloo", init_method=f"file://{notes}/store", rank=rank, world_size=_RANKS)
+    with killer:
+        saver = answer(folder)
+        found = saver.load()
+    step, state = (0, _new_state(rank)) if found is None else found
+    _note(notes, f"loaded.{rank}", step)
+    steps: list[Any] = [None] * _RANKS
+    dist.all_gather_object(steps, step)
+    if steps[0] != steps[1]:
+        return
+    while step < _STEPS:
+        state, step = _next_state(state), step + 1
+        with killer:
+            saver.save(step, state)
+        _note(notes, f"saved.{rank}", step)
+    right = _equal(state, _final_state(rank))
+    _note(notes, f"done.{rank}", [right, killer.seen])
+    while len(_noted(notes, "done")) < _RANKS:  # a rank that exits closes the connections of the other rank
+        time.sleep(0.002)
+
+
+def _note(notes: Path, name: str, content: Any) -> None:
+    aside = notes / f"{name}.part"
+    aside.write_text(json.dumps(content))
+    aside.rename(notes / name)
+
+
+def _noted(notes: Path, kind: str) -> dict[int, Any]:
+    return {
+        rank: json.loads((notes / f"{kind}.{rank}").read_text())
+        for rank in range(_RANKS)
+        if (notes / f"{kind}.{rank}").exists()
+    }
+
+
+def _run_rank(rank: int, answer: Any, folder: Path, notes: Path, killer: _Killer) -> None:
+    """Run a rank in a forked process, which exits without Python's shutdown."""
+    code = 1
+    try:
+        killer.note = notes / f"killed.{rank}"
+        _train(rank, answer, folder, notes, killer)
+        code = 0
+    except NotImplementedError:
+        _note(notes, f"unwritten.{rank}", True)
+    except BaseException as error:
+        _note(notes, f"error.{rank}", f"{type(error).__name__}: {error}")
+    finally:
+        os._exit(code)
+
+
+def _attempt(answer: Any, folder: Path, killers: Mapping[int, _Killer]) -> dict[str, dict[int, Any]]:
+    """Start both ranks, wait until they exit, and return their notes. A failed rank ends the other one."""
+    with TemporaryDirectory(prefix="attempt-") as name:
+        notes, ranks = Path(name), {}
+        for rank in range(_RANKS):
+            child = os.fork()
+            if child == 0:
+                _run_rank(rank, answer, folder, notes, killers.get(rank, _Killer(answer)))
+            ranks[child] = rank
+        codes: dict[int, int] = {}  # by rank
+        deadline, late = time.monotonic() + _PATIENCE, False
+        while len(codes) < _RANKS:
+            for child, rank in ranks.items():
+                if rank not in codes and (ended := os.waitpid(child, os.WNOHANG))[0]:
+                    codes[rank] = os.waitstatus_to_exitcode(ended[1])
+            late = time.monotonic() > deadline
+            if late or any(codes.values()):
+                time.sleep(0.02)  # the other rank may continue for a moment, as on a cluster
+                for child in (child for child, rank in ranks.items() if rank not in codes):
+                    os.kill(child, signal.SIGKILL)
+            time.sleep(0.002)
+        if any(_noted(notes, "unwritten").values()):
+            raise NotImplementedError
+        errors = _noted(notes, "error")
+        expect(not late, f"A rank waits forever. All ranks must enter the same collectives. {_errors(errors)}")
+        return {kind: _noted(notes, kind) for kind in ("loaded", "saved", "done", "error", "killed")}
+
+
+def _errors(errors: Mapping[int, str]) -> str:
+    """Describe the errors, without those of a rank that has lost its connection to a failed rank."""
+    causes = {rank: error for rank, error in errors.items() if "gloo" not in error} or errors
+    return " ".join(f"Rank {rank} raised {error}." for rank, error in causes.items())
+
+
+def _judge(notes: dict[str, dict[int, Any]], durable: int, happened: str) -> int:
+    """Check the notes of one attempt, and return the latest step that must be found from now on."""
+    loaded = set(notes["loaded"].values())
+    expect(len(loaded) < 2, f"{happened} Then rank 0 and rank 1 loaded different steps: {sorted(loaded)}.")
+    if not notes["killed"]:  # otherwise, an error of the other rank may be a consequence
+        complete = len(notes["done"]) == _RANKS
+        expect(complete, f"{happened} Then the ranks failed. {_errors(notes['error'])}")
+    for step in loaded:
+        expect(
+            step >= durable,
+            f"{happened} Then `load` returned step {step}, although `save` had returned for step {durable}.",
+        )
+    for rank, (right, _) in notes["done"].items():
+        expect(right, f"{happened} Then rank {rank} finished with a different state than an undisturbed run.")
+    return max([durable, *loaded, *notes["saved"].values()])
+
+
+def _damage(folder: Path, chance: random.Random) -> str:
+    """Change one bit of the largest files written last, or truncate it."""
+    files = [path for path in folder.rglob("*") if path.is_file() and path.stat().st_size > _NUMBERS]
+    path = max(files, key=lambda each: each.stat().st_mtime_ns)
+    if chance.random() < 0.5:
+        os.truncate(path, path.stat().st_size // 2)
+        return f"{path.name} was truncated."
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(data)
+    return f"One bit of {path.name} was changed."
+
+
+def _survive(world: World, answer: Any) -> str:
+    """Run the attempts, in a process without threads that can fork ranks."""
+    chance = random.Random(0)
+    torch.set_num_threads(1)
+    with TemporaryDirectory(prefix="chaos-") as name:
+        first = _attempt(answer, Path(name) / "undisturbed", {})
+        _judge(first, 0, "No rank was killed.")
+        lines = {rank: seen for rank, (_, seen) in first["done"].items()}
+        kills, runs = 0, 0
+        while kills < _KILLS:
+            folder, durable, happened, done = Path(name) / f"run{runs}", 0, "A new run was started.", False
+            while not done:
+                rank, own = chance.randrange(_RANKS), kills % 2 == 0
+                moment = chance.randint(1, max(1, lines[rank][0 if own else 1]))
+                killer = _Killer(answer, moment if own else None, None if own else moment)
+                both = chance.random() < 0.2
+                killers = {each: copy.copy(killer) for each in range(_RANKS) if both or each == rank}
+                for each in killers.values():
+                    each.seen = [0, 0]
+                notes = _attempt(answer, folder, killers if kills < _KILLS else {})
+                durable = _judge(notes, durable, happened)
+                done = len(notes["done"]) == _RANKS
+                if not done:
+                    kills += 1
+                    happened = f"{'Both ranks were' if both else f'Rank {rank} was'} killed, and the run was restarted."
+            runs += 1
+            used = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
+            one = sum(_size(rank) for rank in range(_RANKS))
+            expect(
+                used <= 4 * one,
+                f"The folder must not grow: keep 2 or 3 checkpoints and no unfinished files. A checkpoint has about "
+                f"{one:,} bytes, and the folder has {used:,} bytes after {kills} kills.",
+            )
+            happened = f"A run had finished. {_damage(folder, chance)} The run was restarted."
+            notes = _attempt(answer, folder, {})
+            loaded = sorted(set(notes["loaded"].values()))
+            expect(
+                loaded in ([], [_STEPS - 1]),
+                f"{happened} Then `load` must return step {_STEPS - 1} on both ranks, which is the latest undamaged "
+                f"checkpoint, got step {loaded}.",
+            )
+            _judge(notes, 0, happened)
+    return f"It survived {kills} kills in {runs} runs, and {runs} damaged files."
+
+
+def _size(rank: int) -> int:
+    return sum(value.nbytes for value in _new_state(rank).values() if isinstance(value, torch.Tensor)) + 2000
+
+
+def _test_checkpoints(answer: Answer) -> str:
+    methods = [getattr(answer, name, None) for name in ("save", "load")]
+    expect(all(map(callable, methods)), "Checkpoints must be a class with the methods `save` and `load`.")
+    [praise] = on_ranks(_survive, 1, answer, stuck="The check did not finish.", timeout=300)
+    return str(praise)
+
+
+class _Checkpoints:
+    keep = 2  # checkpoints
+
+    def __init__(self, folder: Path) -> None:
+        self.folder, self.rank = folder, dist.get_rank()
+
+    def save(self, step: int, state: dict[str, Any]) -> None:
+        aside = self.folder / "unfinished"
+        if self.rank == 0:
+            shutil.rmtree(aside, ignore_errors=True)
+            aside.mkdir(parents=True)
+        dist.barrier()
+        path = aside / f"rank_{self.rank}.pt"
+        torch.save(state, path)
+        self.sync(path)
+        hashes: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(hashes, hashlib.sha256(path.read_bytes()).hexdigest())
+        if self.rank == 0:
+            (aside / "manifest.json").write_text(json.dumps(hashes))
+            self.sync(aside / "manifest.json")
+            self.sync(aside)
+            aside.rename(self.folder / f"step_{step:08}")
+            self.sync(self.folder)
+            for old in sorted(self.folder.glob("step_*"))[: -self.keep]:
+                shutil.rmtree(old)
+        dist.barrier()
+
+    def load(self) -> tuple[int, dict[str, Any]] | None:
+        newest: list[Any] = [None]
+        if self.rank == 0:
+            for found in sorted(self.folder.glob("step_*"), reverse=True):
+                if newest[0] is None and self.is_valid(found):
+                    newest = [found.name]
+                elif newest[0] is None:
+                    shutil.rmtree(found)  # otherwise, this step could not be saved again
+        dist.broadcast_object_list(newest)
+        if newest[0] is None:
+            return None
+        return int(newest[0].removeprefix("step_")), torch.load(self.folder / newest[0] / f"rank_{self.rank}.pt")
+
+    def is_valid(self, folder: Path) -> bool:
+        try:
+            hashes = json.loads((folder / "manifest.json").read_text())
+            files = [folder / f"rank_{rank}.pt" for rank in range(len(hashes))]
+            return [hashlib.sha256(file.read_bytes()).hexdigest() for file in files] == hashes
+        except (OSError, ValueError):
+            return False
+
+    def sync(self, path: Path) -> None:
+        descriptor = os.open(path, os.O_RDONLY)
+        os.fsync(descriptor)
+        os.close(descriptor)
+
+
+class _InPlace(_Checkpoints):
+    """Overwrites one file per rank."""
+
+    def save(self, step: int, state: dict[str, Any]) -> None:
+        self.folder.mkdir(parents=True, exist_ok=True)
+        torch.save([step, state], self.folder / f"rank_{self.rank}.pt")
+        dist.barrier()
+
+    def load(self) -> tuple[int, dict[str, Any]] | None:
+        path = self.folder / f"rank_{self.rank}.pt"
+        return tuple(torch.load(path)) if path.exists() else None
+
+
+class _RanksApart(_InPlace):
+    """Each rank replaces its own file atomically, without regard to the other rank."""
+
+    def save(self, step: int, state: dict[str, Any]) -> None:
+        self.folder.mkdir(parents=True, exist_ok=True)
+        part = self.folder / f"rank_{self.rank}.part"
+        torch.save([step, state], part)
+        self.sync(part)
+        part.rename(self.folder / f"rank_{self.rank}.pt")
+        self.sync(self.folder)
+        dist.barrier()
+
+
+class _DoesNotWait(_Checkpoints):
+    """Rank 1 continues before rank 0 has renamed the folder."""
+
+    def save(self, step: int, state: dict[str, Any]) -> None:
+        parts = self.folder / f"step_{step:08}.part"
+        parts.mkdir(parents=True, exist_ok=True)
+        path = parts / f"rank_{self.rank}.pt"
+        torch.save(state, path)
+        hashes: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(hashes, hashlib.sha256(path.read_bytes()).hexdigest())
+        if self.rank == 0:
+            for file in parts.iterdir():
+                with file.open("rb") as opened:
+                    while opened.read(100):  # a slow check, which rank 1 does not wait for
+                        pass
+            shutil.rmtree(self.folder / f"step_{step:08}", ignore_errors=True)
+            (parts / "manifest.json").write_text(json.dumps(hashes))
+            parts.rename(self.folder / f"step_{step:08}")
+            for old in sorted(self.folder.glob("step_????????"))[:-2]:
+                shutil.rmtree(old)
+
+    def load(self) -> tuple[int, dict[str, Any]] | None:
+        if self.rank == 0:
+            for part in self.folder.glob("*.part"):
+                shutil.rmtree(part)
+        return super().load()
+
+
+class _NoChecksums(_Checkpoints):
+    """Accepts every file that exists."""
+
+    def is_valid(self, folder: Path) -> bool:
+        return (folder / "manifest.json").exists()
+
+
+class _OnlyTheNewest(_Checkpoints):
+    """Keeps one checkpoint."""
+
+    keep = 1
+
+
+class _KeepsAll(_Checkpoints):
+    """Never removes a checkpoint."""
+
+    keep = 1000
+
+
+class _KeepsTheDamaged(_Checkpoints):
+    """Skips a damaged checkpoint and leaves it in place, so that its step cannot be saved again."""
+
+    def load(self) -> tuple[int, dict[str, Any]] | None:
+        newest: list[Any] = [None]
+        if self.rank == 0:
+            valid = [found.name for found in sorted(self.folder.glob("step_*")) if self.is_valid(found)]
+            newest = valid[-1:] or [None]
+        dist.broadcast_object_list(newest)
+        if newest[0] is None:
+            return None
+        return int(newest[0].removeprefix("step_")), torch.load(self.folder / newest[0] / f"rank_{self.rank}.pt")
+
+
+checkpoints = Exercise(
+    task=(
+        "Checkpoints(folder): write a class with the collective methods save(step, state) and load(), for two ranks "
+        "with different states. load returns (step, state) of the latest complete checkpoint, or None. A kill of a "
+        "rank at any moment, or a damaged file, must not cost more than the step in progress."
+    ),
+    test=_test_checkpoints,
+    solution=_Checkpoints,
+    wrong={
+        "overwrites the files": _InPlace,
+        "replaces the file of each rank separately": _RanksApart,
+        "does not wait for rank 0": _DoesNotWait,
+        "does not compare checksums": _NoChecksums,
+        "keeps only the newest checkpoint": _OnlyTheNewest,
+        "keeps all checkpoints": _KeepsAll,
+        "leaves a damaged checkpoint in place": _KeepsTheDamaged,
+    },
+    hints=(
+        "All ranks write into one temporary folder. When all of them are finished, rank 0 renames it to step_00000003.",
+        "A manifest with the SHA-256 of each file lets `load` detect a damaged file. Rank 0 chooses the checkpoint and "
+        "sends its name to the other ranks with dist.broadcast_object_list.",
+        "Keep the last two checkpoints. Remove invalid ones in `load`, because a rename to a folder with files fails.",
+        "`save` may return only when the checkpoint is complete on all ranks: it ends with dist.barrier().",
     ),
 )
