@@ -1,261 +1,396 @@
-"""Exercises of 12_fault_tolerance: how often to save, the goodput of a run with restarts, and ownership of a folder."""
+"""Exercises of 12_fault_tolerance: which host to exclude, a loop that requeues a job, and an elastic script."""
 
-import fcntl
-import math
-import os
 import signal
-import tempfile
+import subprocess
+import sys
 import time
-from collections.abc import Callable
-from contextlib import suppress
+from collections import Counter
+from collections.abc import Callable, Sequence
+from itertools import count
 from pathlib import Path
-from typing import Any
+from tempfile import TemporaryDirectory
+from typing import Any, NamedTuple
 
-from ddp_tutorial.exercises import Answer, Exercise, expect, on_ranks
-from ddp_tutorial.world import World
+import torch
 
-# ------------------------------------------------------------------------------------------------- 1. how often to save
+from ddp_tutorial.exercises import Answer, Exercise, WrongAnswerError, expect
+from ddp_tutorial.exercises.plain_torch import read_script
+from ddp_tutorial.exercises.torchrun import Torchrun
+from ddp_tutorial.exercises.words import course, lines_of, make_words, wrong_after_resuming, wrong_from_the_start
 
-# Seconds per step, seconds per save, seconds between failures -> steps between saves.
-_INTERVALS = {
-    (0.5, 4.0, 7200.0): 480,  # sqrt(2 * 4 * 7200) = 240 s
-    (2.0, 60.0, 3000.0): 300,  # 600 s
-    (0.1, 0.02, 1.0): 2,
-    (30.0, 1.0, 50.0): 1,  # 10 s are less than a step
-}
+# ------------------------------------------------------------------------------------------- 1. which hosts to exclude
 
+# The exits of the ranks in one attempt: seconds since its start, host, exit code (a negative code is a signal).
+Attempt = list[tuple[float, str, int]]
 
-def _test_interval(answer: Answer) -> str:
-    for (step, save, between), steps in _INTERVALS.items():
-        got = answer(step, save, between)
-        case = f"Steps of {step:g} s, saves of {save:g} s, a failure every {between:g} s"
-        expect(isinstance(got, int), f"{case}: the result must be an integer, got {got!r}.")
-        expect(got >= 1, f"{case}: the interval must be at least 1 step, got {got}.")
-        expect(got == steps, f"{case}: the interval must be {steps} steps, got {got}.")
-    return "With this interval, saves and failures cost about the same time."
-
-
-def _interval(step_seconds: float, save_seconds: float, between_failures: float) -> int:
-    return max(1, round(math.sqrt(2 * save_seconds * between_failures) / step_seconds))
-
-
-interval = Exercise(
-    task=(
-        "interval(step_seconds, save_seconds, between_failures): return the best number of steps between saves; all "
-        "arguments are in seconds."
+_RECORDS: list[tuple[list[Attempt], set[str]]] = [
+    # n3's GPU fails twice. Its peers lose the connection (1), or are stopped by their agents (-15).
+    (
+        [
+            [(912.4, "n1", -15), (907.1, "n2", 1), (905.0, "n3", -9)],
+            [(77.3, "n2", 1), (76.9, "n3", -6), (81.2, "n1", -15)],
+        ],
+        {"n3"},
     ),
-    test=_test_interval,
-    solution=_interval,
-    wrong={
-        "forgets the factor of 2": lambda step, save, between: max(1, round(math.sqrt(save * between) / step)),
-        "returns seconds": lambda step, save, between: round(math.sqrt(2 * save * between)),
-        "saves every zero steps": lambda step, save, between: round(math.sqrt(2 * save * between) / step / 2) * 2,
-        "does not round": lambda step, save, between: math.sqrt(2 * save * between) / step,
-        "saves twice between two failures": lambda step, save, between: max(1, round(between / 2 / step)),
-    },
-    hints=(
-        "The best time between saves is sqrt(2 * save_seconds * between_failures), in seconds.",
-        "To get a number of steps, divide by the seconds per step, and round.",
-        "If a step takes longer than that time, save after every step: max(1, ...).",
+    # One failure each: it may have been chance.
+    ([[(5.0, "n1", -9), (6.0, "n2", 1)], [(8.0, "n2", -9), (9.0, "n1", 1)]], set()),
+    # n2 was stopped first in two attempts, but it did not fail.
+    (
+        [
+            [(40.0, "n2", -15), (41.0, "n1", -11), (42.0, "n3", 1)],
+            [(30.0, "n2", -15), (31.5, "n3", -9), (33.0, "n1", 1)],
+        ],
+        set(),
     ),
-)
-
-# ----------------------------------------------------------------------------------------------------------- 2. goodput
-
-# Attempts as (first step, last step, seconds), the seconds per step, and the goodput.
-_CHAINS: list[tuple[list[tuple[int, int, float]], float, float]] = [
-    ([(0, 100, 50.0)], 0.5, 1.0),
-    ([(0, 100, 60.0)], 0.5, 50 / 60),  # 10 s to start
-    ([(0, 30, 20.0), (20, 60, 30.0), (60, 100, 50.0)], 0.5, 0.5),  # 10 steps lost
-    ([(0, 9, 9.0), (0, 9, 9.0), (0, 10, 10.0)], 1.0, 10 / 28),
-    ([(0, 40, 30.0), (40, 40, 10.0), (20, 40, 40.0)], 1.0, 0.5),  # attempt 2 did nothing; a damaged checkpoint
+    # An attempt without a failure, and two hosts that failed first twice each.
+    (
+        [
+            [(10.0, "n1", -9), (11.0, "n2", 1)],
+            [(50.0, "n1", -15), (50.1, "n2", -15)],
+            [(13.0, "n1", 1), (12.0, "n2", -9)],
+            [(21.0, "n2", 1), (20.0, "n1", -7)],
+            [(99.0, "n1", 0), (97.0, "n2", -9)],
+        ],
+        {"n1", "n2"},
+    ),
 ]
 
 
-def _test_goodput(answer: Answer) -> str:
-    for lives, step, right in _CHAINS:
-        got = float(answer(lives, step))
-        done = sum(last - first for first, last, _ in lives)
-        case = f"Attempts {lives}, steps of {step:g} s"
-        expect(
-            done == lives[-1][1] or not math.isclose(got, done * step / sum(each[2] for each in lives)),
-            f"{case}: {done} steps were run, but only {lives[-1][1]} of them count: the others were repeated.",
-        )
-        expect(math.isclose(got, right), f"{case}: the goodput must be {right:.3f}, got {got:.3f}.")
-    return "The goodput counts every step of the final run once, and the seconds of all attempts."
+def _test_hosts_to_exclude(answer: Answer) -> str:
+    for attempts, right in _RECORDS:
+        got = answer([list(attempt) for attempt in attempts])
+        shown = "\n".join(f"    {attempt}" for attempt in attempts)
+        case = f"Attempts:\n{shown}\n"
+        expect(isinstance(got, set), f"{case}The result must be a set of hosts, got {got!r}.")
+        expect(got == right, f"{case}The hosts to exclude are {sorted(right)}, got {sorted(got)}.")
+    return "The first failure of an attempt is the cause, and two causes on one host are a reason to exclude it."
 
 
-def _goodput_of(lives: list[tuple[int, int, float]], step_seconds: float) -> float:
-    last = lives[-1][1]
-    return last * step_seconds / sum(seconds for _, _, seconds in lives)
+def _hosts_to_exclude(attempts: Any) -> set[str]:
+    times: Counter[str] = Counter()
+    for attempt in attempts:
+        failures = [(seconds, host) for seconds, host, code in attempt if code not in (0, -signal.SIGTERM)]
+        if failures:
+            times[min(failures)[1]] += 1
+    return {host for host, many in times.items() if many >= 2}
 
 
-def _counts_lost_steps(lives: list[tuple[int, int, float]], step_seconds: float) -> float:
-    return sum(last - first for first, last, _ in lives) * step_seconds / sum(each[2] for each in lives)
+def _every_failed_host(attempts: Any) -> set[str]:
+    times = Counter(host for attempt in attempts for _, host, code in attempt if code not in (0, -15))
+    return {host for host, many in times.items() if many >= 2}
 
 
-def _last_life_only(lives: list[tuple[int, int, float]], step_seconds: float) -> float:
-    first, last, seconds = lives[-1]
-    return (last - first) * step_seconds / seconds
+def _first_exit(attempts: Any) -> set[str]:
+    times = Counter(min(attempt)[1] for attempt in attempts)
+    return {host for host, many in times.items() if many >= 2}
 
 
-def _steps_per_second(lives: list[tuple[int, int, float]], step_seconds: float) -> float:
-    return lives[-1][1] / sum(seconds for _, _, seconds in lives)
+def _first_in_list(attempts: Any) -> set[str]:
+    times: Counter[str] = Counter()
+    for attempt in attempts:
+        times.update([host for _, host, code in attempt if code not in (0, -15)][:1])
+    return {host for host, many in times.items() if many >= 2}
 
 
-def _without_starting(lives: list[tuple[int, int, float]], step_seconds: float) -> float:
-    return lives[-1][1] / sum(last - first for first, last, _ in lives)
+def _after_one_failure(attempts: Any) -> set[str]:
+    failed = [[exit_ for exit_ in attempt if exit_[2] not in (0, -15)] for attempt in attempts]
+    return {min(each)[1] for each in failed if each}
 
 
-goodput = Exercise(
-    task="goodput_of(lives, step_seconds): return the fraction (0 to 1) of all seconds spent on steps that were kept.",
-    test=_test_goodput,
-    solution=_goodput_of,
+hosts_to_exclude = Exercise(
+    task=(
+        "hosts_to_exclude(attempts): return the set of hosts whose rank was the first to fail in at least two attempts."
+    ),
+    test=_test_hosts_to_exclude,
+    solution=_hosts_to_exclude,
     wrong={
-        "counts lost steps": _counts_lost_steps,
-        "uses the last attempt only": _last_life_only,
-        "returns steps per second": _steps_per_second,
-        "ignores the startup time": _without_starting,
+        "counts failures that follow from the first one": _every_failed_host,
+        "counts ranks that the agent stopped": _first_exit,
+        "takes the first failure in the list": _first_in_list,
+        "excludes a host after one failure": _after_one_failure,
     },
     hints=(
-        "How many steps has the run completed at the end? Repeated steps count once.",
-        "The denominator is the seconds of all attempts: starting, loading, saving, and steps that were lost.",
-        "lives[-1][1] * step_seconds / sum(seconds for _, _, seconds in lives)",
+        "Exit code 0 is no failure, and neither is -15: the agent stops the other ranks with SIGTERM.",
+        "The records are in no order. The first failure is the one with the smallest number of seconds.",
+        "Count the hosts of the first failures with collections.Counter. An attempt may contain no failure.",
     ),
 )
 
-# ------------------------------------------------------------------------------------------------------ 3. own a folder
+# ---------------------------------------------------------------------------------------- 2. a loop that requeues a job
+
+_READY_SECONDS = 60.0  # until a job is near its limit, at most
+# What a job does: "finish" and "crash" exit at once. "save" waits for the signal, takes a while to save, and exits with
+# code 75; it exits with code 9 for a second signal. "starting" has no handler yet, so the signal terminates it.
+_JOB = """
+import signal, sys, time
+kind, ready = sys.argv[1:]
+received = []
+if kind in ("finish", "crash"):
+    sys.exit(kind == "crash")
+if kind == "save":
+    signal.signal(signal.SIGUSR1, lambda number, frame: received.append(number))
+open(ready, "w").close()
+limit = time.monotonic() + 20
+while not received and time.monotonic() < limit:
+    time.sleep(0.005)
+limit = time.monotonic() + 0.7
+while received and len(received) < 2 and time.monotonic() < limit:
+    time.sleep(0.005)
+sys.exit({0: 8, 1: 75}.get(len(received), 9))
+"""
+_JOBS: list[tuple[list[str], list[int]]] = [  # the attempts of a job, and the expected exit codes; 2 crashes in a row
+    (["finish"], [0]),
+    (["save", "save", "save", "save", "finish"], [75, 75, 75, 75, 0]),
+    (["crash", "crash", "save", "crash", "crash", "finish"], [1, 1, 75, 1, 1, 0]),
+    (["save", "crash", "crash", "crash", "finish"], [75, 1, 1, 1]),
+    (["starting", "starting", "starting", "starting", "finish"], [*4 * [-signal.SIGUSR1], 0]),
+]
 
 
-def _in_a_child(run: Callable[[], Any]) -> tuple[int, int]:
-    """Fork a process that reports whether `run` returns None, then sleeps. Returns its pid and the pipe."""
-    reader, writer = os.pipe()
-    child = os.fork()
-    if child == 0:
-        with suppress(BaseException):
-            held = run()
-            os.write(writer, b"no" if held is None else b"yes")
-            time.sleep(600)
-        os.write(writer, b"error")
-        os._exit(1)
-    os.close(writer)
-    return child, reader
+def _run_one_job(answer: Answer, kinds: Sequence[str], folder: Path) -> Any:
+    """Run the answer with a job whose attempts behave like `kinds`."""
+    started: list[subprocess.Popen[bytes]] = []
+    begins = count()
 
+    def start() -> "subprocess.Popen[bytes]":
+        number = next(begins)
+        if started and started[-1].poll() is None:
+            raise WrongAnswerError(f"Attempt {number + 1} was started while attempt {number} was still running.")
+        expect(number < len(kinds), f"The job was started {number + 1} times. Its attempts were: {', '.join(kinds)}.")
+        command = [sys.executable, "-c", _JOB, kinds[number], str(folder / f"{number}.ready")]
+        started.append(subprocess.Popen(command))
+        asked[started[-1].pid] = time.monotonic()
+        return started[-1]
 
-def _end(child: int) -> None:
-    os.kill(child, signal.SIGKILL)
-    os.waitpid(child, 0)
+    def is_near_limit(process: "subprocess.Popen[bytes]") -> bool:
+        number = [each.pid for each in started].index(process.pid)
+        waited = time.monotonic() - asked[process.pid]
+        expect(waited < _READY_SECONDS, f"Attempt {number + 1} did not exit within {_READY_SECONDS:.0f} s.")
+        return (folder / f"{number}.ready").exists()
 
-
-def _answer_in_child(answer: Answer, folder: Path) -> tuple[str, int]:
-    child, reader = _in_a_child(lambda: answer(folder))
-    said = os.read(reader, 10).decode()
-    os.close(reader)
-    return said, child
-
-
-def _claimed(world: World, answer: Answer, name: str) -> dict[str, Any]:
-    """Return the results of processes that claim a folder one after another."""
-    folder, other, children = Path(name), Path(name) / "other", list[int]()
-    other.mkdir()
-    found = {}
-    with suppress(OSError):
-        answer(Path(name) / "nowhere")  # raises `NotImplementedError` here, not in a child
+    asked: dict[int, float] = {}
     try:
-        for who, what in (("first", folder), ("second", folder), ("elsewhere", other)):
-            found[who], child = _answer_in_child(answer, what)
-            children.append(child)
-        _end(children.pop(0))
-        for who in ("heir", "late"):
-            found[who], child = _answer_in_child(answer, folder)
-            children.append(child)
+        return answer(start, is_near_limit, 2)
     finally:
-        for child in children:
-            _end(child)
-    return found
+        for process in started:
+            process.kill()
+            process.wait()
 
 
-def _test_claim(answer: Answer) -> str:
-    with tempfile.TemporaryDirectory() as name:
-        stuck = "A process waits forever: return None immediately if another process owns the folder."
-        [found] = on_ranks(_claimed, 1, answer, name, stuck=stuck, timeout=20)
-    for who, said in found.items():
-        expect(said != "error", f"Your answer raised an error in the process for the case {who!r}.")
-    expect(found["first"] == "yes", "The folder has no owner, but the first process gets None.")
-    expect(found["second"] == "no", "Two running processes own the same folder.")
-    expect(found["elsewhere"] == "yes", "A different folder has no owner, but a process that claims it gets None.")
-    expect(found["heir"] == "yes", "The owner was killed by SIGKILL, but the folder is still taken: no run can resume.")
-    expect(found["late"] == "no", "After a killed owner was replaced, two processes own the folder.")
-    return "One process owns the folder, and when it exits or is killed, the folder is free again."
+def _test_run_job(answer: Answer) -> str:
+    for kinds, right in _JOBS:
+        with TemporaryDirectory() as name:
+            got = _run_one_job(answer, kinds, Path(name))
+        case = f"The attempts were: {', '.join(kinds)}; up to 2 crashes in a row are allowed."
+        expect(isinstance(got, list), f"{case} The result must be a list of exit codes, got {got!r}.")
+        expect(8 not in got, f"{case} Attempt {[*got, 8].index(8) + 1} waited for SIGUSR1, and never received it.")
+        expect(9 not in got, f"{case} Attempt {[*got, 9].index(9) + 1} received SIGUSR1 more than once.")
+        expect(got == right, f"{case} The exit codes must be {right}, got {got}.")
+    return "The loop requeues a job that has saved, restarts a job that has crashed, and gives up on a broken one."
 
 
-def _claim(folder: Path) -> Any:
-    file = os.open(folder / "owner", os.O_RDWR | os.O_CREAT)
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        os.close(file)
-        return None
-    return file  # this process owns the folder until the file is closed or the process exits
+def _run_job(start: Any, is_near_limit: Any, crashes: int) -> list[int]:
+    codes, in_a_row = [], 0
+    while True:
+        process, warned = start(), False
+        while process.poll() is None:
+            if not warned and is_near_limit(process):
+                process.send_signal(signal.SIGUSR1)
+                warned = True
+            time.sleep(0.01)
+        codes.append(code := process.returncode)
+        if code == 0:
+            return codes
+        saved = code == 75 or (warned and code == -signal.SIGUSR1)  # or it had not installed its handler yet
+        in_a_row = 0 if saved else in_a_row + 1
+        if in_a_row > crashes:
+            return codes
 
 
-def _process_number(folder: Path) -> Any:
-    mark = folder / "owner"
-    if mark.exists():
-        return None
-    mark.write_text(str(os.getpid()))
-    return mark
+Outcome = Callable[[int, bool, int], "int | None"]  # code, warned, crashes so far -> crashes, or None to give up
 
 
-def _exclusively_made(folder: Path) -> Any:
-    try:
-        return open(folder / "owner", "x")
-    except FileExistsError:
-        return None
+def _variant(after: Outcome, send: str = "once", number: int = signal.SIGUSR1) -> Answer:
+    """Return a loop with different rules: `after` decides, and `send` is "once" or "always"."""
+
+    def run_job(start: Any, is_near_limit: Any, crashes: int) -> list[int]:
+        codes: list[int] = []
+        in_a_row: int | None = 0
+        while in_a_row is not None and in_a_row <= crashes:
+            process, warned = start(), False
+            while process.poll() is None:
+                if is_near_limit(process) and (send == "always" or not warned):
+                    process.send_signal(number)
+                    warned = True
+                time.sleep(0.01)
+            codes.append(process.returncode)
+            in_a_row = None if codes[-1] == 0 else after(codes[-1], warned, in_a_row)
+        return codes
+
+    return run_job
 
 
-def _closed_at_once(folder: Path) -> Any:
-    with open(folder / "owner", "a") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            return None
-        return True
-
-
-def _shared(folder: Path) -> Any:
-    file = os.open(folder / "owner", os.O_RDWR | os.O_CREAT)
-    fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    return file
-
-
-def _one_for_all(folder: Path) -> Any:
-    parent = next(path for path in (folder, *folder.parents) if path.name != "other")
-    file = os.open(parent / "owner", os.O_RDWR | os.O_CREAT)
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return None
-    return file
-
-
-claim = Exercise(
+run_job = Exercise(
     task=(
-        "claim(folder): return an object that this process keeps while it owns the folder, or None if another process "
-        "owns it. A killed process must no longer own the folder."
+        "run_job(start, is_near_limit, crashes): run a job until it finishes or has crashed more than `crashes` times "
+        "in a row. Return the exit codes of all attempts."
     ),
-    test=_test_claim,
-    solution=_claim,
+    test=_test_run_job,
+    solution=_run_job,
     wrong={
-        "writes a pid file that outlives its owner": _process_number,
-        "creates a file that outlives its owner": _exclusively_made,
-        "releases the lock immediately": _closed_at_once,
-        "takes a shared lock": _shared,
-        "has one lock for all folders": _one_for_all,
+        "counts requeues as crashes": _variant(lambda code, warned, crashes: crashes + 1),
+        "restarts a broken job forever": _variant(lambda code, warned, crashes: 0),
+        "gives up after a crash": _variant(lambda code, warned, crashes: 0 if code == 75 or warned else None),
+        "adds up all crashes": _variant(lambda code, warned, crashes: crashes + (code != 75 and not warned)),
+        "counts a warning during the startup as a crash": _variant(
+            lambda code, warned, crashes: 0 if code == 75 else crashes + 1
+        ),
+        "sends the signal again and again": _variant(
+            lambda code, warned, crashes: 0 if code == 75 or warned else crashes + 1, "always"
+        ),
+        "kills the job instead of warning it": _variant(
+            lambda code, warned, crashes: 0 if code == 75 or warned else crashes + 1, number=signal.SIGKILL
+        ),
     },
     hints=(
-        "A file with the owner's name remains when the owner is killed. Which resources does the kernel release?",
-        "fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB) raises BlockingIOError if another process holds the lock.",
-        "The lock lasts as long as the file is open: return the result of os.open, so that the file stays open.",
+        "One iteration of the outer loop is one attempt: start it, then loop until process.poll() is not None.",
+        "Remember whether you have sent the signal, so that you send it once. Sleep 10 ms between two polls.",
+        "Exit code 75 means saved: start again, and reset the number of crashes in a row. Code 0 means finished.",
+        "A job that is still importing torch has no handler, so SIGUSR1 terminates it: code -signal.SIGUSR1. That is "
+        "no crash either.",
+    ),
+)
+
+# ------------------------------------------------------------------------------------------------- 3. an elastic script
+
+_EVERY = 17  # steps between checkpoints; an epoch has 13 steps
+_SEEN = _EVERY + 4  # steps of the first two attempts before a signal
+_FOREVER = 20_000  # steps of the attempts that are stopped; finite in case that fails
+_SOLUTION = Path(__file__).with_name("fault_tolerance_script.py")
+
+State = dict[str, Any]
+
+
+class Changed(NamedTuple):
+    """A wrong script: the solution with replacements. `texts` alternates between old and new text."""
+
+    texts: tuple[str, ...]
+
+    def write(self, path: Path) -> Path:
+        """Write the wrong script to `path`, and return `path`."""
+        text = _SOLUTION.read_text(encoding="utf-8")
+        for old, new in zip(self.texts[::2], self.texts[1::2], strict=True):
+            assert old in text, f"the solution has no {old!r}"
+            text = text.replace(old, new)
+        path.write_text(text, encoding="utf-8")
+        return path
+
+
+def _test_elastic_script(answer: Path | str | Changed) -> str:
+    with TemporaryDirectory() as name:
+        folder = Path(name)
+        script = answer.write(folder / "elastic.py") if isinstance(answer, Changed) else Path(answer).resolve()
+        read_script(script)
+        torch.save(make_words(), folder / "words.pt")
+        done = _stop_by_sigterm(script, folder)
+        done = _kill_one_of_three(script, folder, done)
+        stop = done + 20
+        with _torchrun(script, 1, folder, stop) as run:
+            code = run.wait()
+            _require_lines(run, "On one rank, after the kill", done)
+            last = max((line.step for line in lines_of(run.printed())), default=done)
+            expect(
+                code == 0 and last == stop,
+                f"On one rank: {stop} steps, and exit code 0 were expected, got {last} "
+                f"steps and exit code {code}. {run.error()}",
+            )
+        weights = _load(folder)["model"]
+    right = course(stop).weights
+    apart = max(float((weights[each] - right[each]).abs().max()) for each in right)
+    expect(apart < 1e-4, f"The final weights differ from those of one uninterrupted process by {apart:.1e}.")
+    return (
+        "Two ranks stopped after SIGTERM to one of them and lost no step, three ranks survived a kill, and one rank "
+        "finished: the losses and weights are those of one uninterrupted process."
+    )
+
+
+def _torchrun(script: Path, nprocs: int, folder: Path, steps: int) -> Torchrun:
+    return Torchrun(script, nprocs, folder / "words.pt", folder / "state.pt", steps, _EVERY, folder=folder)
+
+
+def _require_lines(run: Torchrun, when: str, done: int) -> None:
+    """Raise `WrongAnswerError` if the printed lines are not those of a run that resumed after step `done`."""
+    lines = lines_of(run.printed())
+    mistake = wrong_after_resuming(lines, done) if done else wrong_from_the_start(lines)
+    expect(not mistake, f"{when}: {mistake}")
+
+
+def _load(folder: Path) -> State:
+    expect((folder / "state.pt").exists(), "There is no checkpoint. Save every EVERY steps, and before a stop.")
+    saved: State = torch.load(folder / "state.pt")
+    whole = isinstance(saved, dict) and isinstance(saved.get("step"), int) and isinstance(saved.get("model"), dict)
+    expect(whole, "The checkpoint must be a dict with an integer 'step' and a state dict 'model'.")
+    names = list(course(0).weights)
+    expect(list(saved["model"]) == names, f"The keys of 'model' must be {names}, got {list(saved['model'])}.")
+    return saved
+
+
+def _run_until(run: Torchrun, many: int, when: str, done: int) -> None:
+    """Wait until the run has printed `many` lines, and check them."""
+    code = run.wait(lambda printed: len(lines_of(printed)) >= many)
+    _require_lines(run, when, done)
+    got = len(lines_of(run.printed()))
+    expect(code is None, f"{when}: expected {_FOREVER} steps, but torchrun exited after {got}. {run.error()}")
+
+
+def _stop_by_sigterm(script: Path, folder: Path) -> int:
+    """Send SIGTERM to rank 1 of two, and return the step that was saved."""
+    with _torchrun(script, 2, folder, _FOREVER) as run:
+        _run_until(run, _SEEN, "On two ranks", 0)
+        run.ranks()[1].terminate()
+        code = run.wait()
+        _require_lines(run, "On two ranks", 0)
+        last = lines_of(run.printed())[-1].step
+        expect(
+            code == 0,
+            f"Rank 1 received SIGTERM during step {last} or before. All ranks must save and exit with code 0, but "
+            f"torchrun exited with code {code}. {run.error()}",
+        )
+    step = int(_load(folder)["step"])
+    expect(step == last, f"After SIGTERM, the last step was {last}, but the checkpoint is of step {step}.")
+    return step
+
+
+def _kill_one_of_three(script: Path, folder: Path, done: int) -> int:
+    """Resume on three ranks, kill rank 2 after a checkpoint, and return the step that was saved."""
+    with _torchrun(script, 3, folder, _FOREVER) as run:
+        _run_until(run, _SEEN, f"On three ranks, after step {done}", done)
+        run.kill(rank=2)
+        run.wait()
+        _require_lines(run, f"On three ranks, after step {done}", done)
+    step = int(_load(folder)["step"])
+    expect(step > done, f"The run resumed after step {done}, and took {_SEEN} steps without a checkpoint.")
+    return step
+
+
+elastic_script = Exercise(
+    task="Write a torchrun script that continues on any number of ranks, and loses no step when it is asked to stop.",
+    test=_test_elastic_script,
+    solution=_SOLUTION,
+    wrong={
+        "stops only the rank that received the signal": Changed(("dist.all_reduce(flag)", "pass")),
+        "stops without saving": Changed(("(stop or done % every == 0", "(done % every == 0")),
+        "exits in the signal handler": Changed(("received.append(number)", "os._exit(0)")),
+        "gives each of three ranks five words": Changed(("[rank::size]", "[: 16 // size * size][rank::size]")),
+        "takes a mean of means": Changed(("* dist.get_world_size() / total[1]", "/ (following >= 0).sum()")),
+    },
+    hints=(
+        "Start from your script of notebook 06. DistributedSampler pads to equal parts, so index the words yourself: "
+        "torch.randperm(200, generator=torch.Generator().manual_seed(epoch)) is its order for seed 0.",
+        "The position in the data is a function of the step: divmod(step, 13) is the epoch and the step in the epoch. "
+        "Rank r of N reads the words r, r + N, ... of the step's 16 words.",
+        "The handler only sets a flag. After each step, all-reduce the flag: if any rank has received a signal, all "
+        "ranks save the same step and leave the loop.",
+        "Call dist.barrier() at the end, so that no rank exits before rank 0 has written the checkpoint.",
     ),
 )

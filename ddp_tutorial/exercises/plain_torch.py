@@ -254,7 +254,7 @@ class Changed(NamedTuple):
         return path
 
 
-def _read_script(script: Path) -> None:
+def read_script(script: Path) -> None:
     """Reject a missing, invalid or unfinished script before any rank starts."""
     expect(script.is_file(), f"There is no file {script}. Run the cell that writes it.")
     try:
@@ -273,7 +273,7 @@ def _test_train_script(answer: Path | str | Changed) -> str:
     with TemporaryDirectory() as name:
         folder = Path(name)
         script = answer.write(folder / "train.py") if isinstance(answer, Changed) else Path(answer).resolve()
-        _read_script(script)
+        read_script(script)
         torch.save(make_words(), folder / "words.pt")
         saved = _kill_and_load(script, folder)
         stop, killed = saved["step"] + _LATER, folder / "killed.pt"

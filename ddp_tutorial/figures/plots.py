@@ -9,16 +9,16 @@ import matplotlib.pyplot as plt
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
-from matplotlib.ticker import EngFormatter, LogLocator
+from matplotlib.ticker import EngFormatter
 
 from ddp_tutorial.figures.diagrams import buckets, chunks, collectives, messages, processes, sample_assignment
+from ddp_tutorial.figures.restart_plots import attempts, goodput, restart_levels, stale_address, world_sizes
 from ddp_tutorial.figures.step_plots import gantt, one_of_sweep, sweeps, swimlane
 from ddp_tutorial.figures.style import (
     BLUE,
     COLORS,
     DASHES,
     FAINT,
-    GREEN,
     HATCHES,
     INK,
     ORANGE,
@@ -41,20 +41,23 @@ __all__ = [
     "curves",
     "dots_by_group",
     "gantt",
+    "goodput",
     "intervals",
     "loss_curves",
     "measured_and_model",
     "messages",
     "one_of_sweep",
-    "optimum",
     "points",
     "processes",
     "repeats_and_medians",
+    "restart_levels",
     "sample_assignment",
     "stacked",
+    "stale_address",
     "styled",
     "sweeps",
     "swimlane",
+    "world_sizes",
 ]
 
 
@@ -335,52 +338,4 @@ def repeats_and_medians(
     axes.grid(visible=False, axis="x")
     axes.set(title=title, xlabel=xlabel, ylabel=ylabel)
     figure.legend(ncols=min(6, len(series) + 1), loc="outside lower center")
-    return figure
-
-
-@styled
-def attempts(
-    whole: tuple[Sequence[float], Sequence[float]],
-    parts: Mapping[str, tuple[Sequence[float], Sequence[float], Sequence[float]]],
-    title: str,
-) -> Figure:
-    """Draw a run that was killed and restarted: the step over time, and the losses of all attempts.
-
-    Args:
-        whole: The (steps, losses) of the undisturbed run.
-        parts: The (seconds, steps, losses) of each attempt, by name.
-        title: The title of the figure.
-    """
-    figure, (left, right) = plt.subplots(1, 2, figsize=(10, 3.9))
-    right.plot(*whole, color="#cccccc", linewidth=7, label="undisturbed")
-    for (name, (seconds, steps, losses)), color, dash in zip(parts.items(), cycle(COLORS), cycle(DASHES)):
-        left.plot(seconds, steps, color=color, linewidth=2.4)
-        left.plot(seconds[-1], steps[-1], "x" if name != list(parts)[-1] else "o", color=color, markersize=9)
-        right.plot(steps, losses, color=color, linestyle=dash, linewidth=2, label=name)
-    left.set(title="x: a rank is killed", xlabel="seconds", ylabel="step")
-    right.set(title="the losses of all attempts", xlabel="step", ylabel="loss", yscale="log")
-    right.yaxis.set_minor_locator(LogLocator(subs=(2, 5)))
-    right.yaxis.set_major_formatter("{x:g}")
-    right.yaxis.set_minor_formatter("{x:g}")
-    right.legend(fontsize=9, ncols=4, loc="upper center", bbox_to_anchor=(0.5, -0.17))  # below the curves
-    figure.suptitle(title, x=0.01, ha="left", fontsize=11)
-    return figure
-
-
-@styled
-def optimum(
-    measured: tuple[Sequence[float], Sequence[float]],
-    model: tuple[Sequence[float], Sequence[float]],
-    best: float,
-    title: str,
-    xlabel: str,
-    ylabel: str,
-) -> Figure:
-    """Draw measured points and a model, each as (xs, ys), and mark the model's best x; x is logarithmic."""
-    figure, axes = plt.subplots(figsize=(8, 3.8))
-    axes.plot(*model, color=BLUE, linewidth=2, label="model")
-    axes.plot(*measured, "o", color=ORANGE, markersize=9, markeredgecolor="white", label="measured")
-    axes.axvline(best, color=GREEN, linestyle="--", linewidth=1.6, label="Young and Daly")
-    axes.set(title=title, xlabel=xlabel, ylabel=ylabel, xscale="log", ylim=(0, 1))
-    axes.legend()
     return figure

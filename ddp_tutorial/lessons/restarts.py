@@ -1,0 +1,111 @@
+"""The harness of 12_fault_tolerance: start a job, cause a fault at a step, and read the log of all attempts."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+Fault = tuple[str, int]  # "kill worker", "kill machine" or "time limit", and the step
+Row = dict[str, Any]  # pid, size, step, loss and time of one step, as rank 0 logged it
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run"]
+
+
+def start(folder: Path, name: str, *command: object, faults: Sequence[Fault] = (), **variables: str) -> Any:
+    """Start a command in `folder`, and return its `subprocess.Popen`. The run's own folder is `folder/name`.
+
+    The process has the file with its output as attribute `log`.
+    """
+    (folder / name).mkdir(exist_ok=True)
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+    environment |= {"FAULTS": json.dumps(faults)} | variables
+    log = folder / f"{name}-{time.monotonic_ns()}.log"
+    with log.open("w") as file:
+        process: Any = subprocess.Popen([*map(str, command)], stdout=file, stderr=file, env=environment, cwd=folder)
+    process.log = log
+    return process
+
+
+def finish(process: Any, code: int = 0) -> None:
+    """Wait until a process exits, and raise `AssertionError` with its output unless it exits with `code`."""
+    process.wait(timeout=240)
+    assert process.returncode == code, f"exit code {process.returncode}: {process.log.read_text()[-3000:]}"
+
+
+def wait_until(condition: Callable[[], object], what: str, seconds: float = 120) -> None:
+    """Wait until `condition()` is true, and raise `TimeoutError` if it is not within `seconds`."""
+    deadline = time.monotonic() + seconds
+    while not condition():
+        if time.monotonic() > deadline:
+            raise TimeoutError(f"{what}: not within {seconds:.0f} s")
+        time.sleep(0.1)
+
+
+def attempts_of(folder: Path) -> list[list[Row]]:
+    """Return the logged steps of each attempt. An attempt ends when rank 0 becomes a different process.
+
+    Times are in seconds since the first step of the first attempt.
+    """
+    log = folder / "log.jsonl"
+    text = log.read_text() if log.exists() else ""
+    rows = [json.loads(line) for line in text[: text.rfind("\n") + 1].splitlines()]  # without an incomplete line
+    rows = [row | {"time": row["time"] - rows[0]["time"]} for row in rows]
+    return [list(group) for _, group in groupby(rows, key=lambda row: row["pid"])]
+
+
+def describe(attempts: Sequence[Sequence[Row]]) -> str:
+    """Return a line for each attempt: its steps, and what the restart before it cost."""
+    lines: list[str] = []
+    for number, attempt in enumerate(attempts):
+        first, last = attempt[0], attempt[-1]
+        line = f"attempt {number + 1}, world size {first['size']}: steps {first['step']:3} to {last['step']:3}"
+        if number:
+            before = attempts[number - 1][-1]
+            repeated, seconds = before["step"] + 1 - first["step"], first["time"] - before["time"]
+            line += f"; {repeated:2} repeated, restarted in {seconds:.1f} s"
+        lines.append(line)
+    return "\n".join(lines)
+
+
+def inject(folder: Path, rank: int, size: int, step: int, signals: Sequence[int]) -> None:
+    """Pace a step, and cause the faults that the variable FAULTS lists: once each, on the last of several ranks.
+
+    Args:
+        folder: Where to record which faults have happened.
+        rank: This rank.
+        size: The world size. A step on one rank is slower.
+        step: The number of the step that is complete.
+        signals: The signals that this rank has received.
+    """
+    time.sleep(0.02 if size > 1 else 0.5)
+    for kind, at in json.loads(os.environ.get("FAULTS", "[]")):
+        happened = folder / f"{kind} {at}"
+        if size == 1 or rank < size - 1 or step < at or happened.exists():
+            continue
+        happened.touch()
+        if kind == "time limit":
+            os.kill(int(os.environ["JOB_PID"]), signal.SIGUSR1)
+            while not signals:  # take no step until the signal has reached this rank
+                time.sleep(0.01)
+            continue
+        if kind == "kill machine":
+            os.kill(os.getppid(), signal.SIGKILL)  # the agent
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def write_stand_ins(folder: Path) -> str:
+    """Write stand-ins for Slurm's commands to `folder`, and return a PATH that finds them.
+
+    `srun` runs its command, and `scontrol` appends its arguments to the file `requeued` in the working directory.
+    """
+    commands = {"srun": 'exec "$@"', "scontrol": 'echo "$@" >> requeued', "torchrun": f'exec {" ".join(TORCHRUN)} "$@"'}
+    folder.mkdir(exist_ok=True)
+    for name, body in commands.items():
+        (folder / name).write_text(f"#!/bin/bash\n{body}\n")
+        (folder / name).chmod(0o755)
+    return f"{folder.resolve()}:{os.environ['PATH']}"
