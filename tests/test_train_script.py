@@ -6,6 +6,7 @@ and of the wrong answers are in `test_exercises`.
 
 import ast
 import json
+import multiprocessing
 import os
 import pickle
 import re
@@ -388,13 +389,15 @@ def assert_bitwise_identical(path, other):
 
 
 def train_once(world, folder, number, name, stop, *options):
-    """Train with a stage on the ranks of `launch`. Send SIGTERM to the last rank before step `stop`."""
+    """Train a stage on the ranks of `launch`. Send SIGTERM to the last rank and its workers before step `stop`."""
     script = imported(number)
+    multiprocessing.set_start_method("fork", force=True)  # other workers would import the script as a module
     take_step = script.train_step
 
     def train_step(*arguments):
         if torch.initial_seed() == (stop - 1) * 2**20 + world.size - 1:
-            os.kill(os.getpid(), signal.SIGTERM)
+            for process in *psutil.Process().children(), psutil.Process():
+                process.send_signal(signal.SIGTERM)
         return take_step(*arguments)
 
     script.train_step = train_step
@@ -420,7 +423,7 @@ def test_a_run_that_torchrun_restarts_is_bitwise_identical_to_an_undisturbed_one
     assert [line[:7] for line in lines] == ["step 8:", "step 16", "step 24", "step 16", "step 24", "step 32", "validat"]
     assert lines[-1].endswith("over 360 samples")
     assert_bitwise_identical(tmp_path / "whole", tmp_path / "restarted")
-    assert sorted(path.name for path in (tmp_path / "restarted").iterdir()) == ["step_00000024", "step_00000032"]
+    assert sorted(path.name for path in (tmp_path / "restarted").glob("step*")) == ["step_00000024", "step_00000032"]
 
 
 def test_a_hang_prints_the_stacks_and_the_collectives_of_all_ranks(tmp_path):
@@ -449,7 +452,7 @@ def test_setup_refuses_the_store_of_an_earlier_attempt(monkeypatch):
 
 def test_a_signal_saves_and_another_number_of_ranks_may_resume(tmp_path):
     def run(ranks, name, dropout, stop=0):
-        options = ["--steps=12", "--every=4", "--batch=50", f"--dropout={dropout}"]
+        options = ["--steps=12", "--every=4", "--batch=50", f"--dropout={dropout}", f"--workers={int(stop > 0)}"]
         launch(train_once, ranks, tmp_path, LAST, name, stop, *options, **FORKED)
         return max(path.name for path in (tmp_path / name).iterdir())
 
