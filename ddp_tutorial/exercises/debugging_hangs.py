@@ -1,9 +1,10 @@
-"""Exercises of 11_debugging_hangs: compare the collectives of ranks, stop together, and write a watchdog."""
+"""Exercises of 11_debugging_hangs: stop together, read raw flight-recorder dumps, and write a watchdog."""
 
+import ast
 import json
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
@@ -16,100 +17,9 @@ from ddp_tutorial.exercises import Answer, Exercise, WrongAnswerError, expect, o
 from ddp_tutorial.processes.errors import RankError
 from ddp_tutorial.world import World
 
-# ---------------------------------------------------------------------------------------------- 1. the first divergence
+Places = dict[str | None, list[int]]  # the ranks that are in each collective, or in none
 
-Places = dict[str | None, list[int]]
-Divergence = tuple[int, Places]
-
-_SUM, _SMALL, _COPY, _MEET = "all_reduce [3]", "all_reduce [2]", "broadcast [3]", "barrier"
-_ENTERED: dict[str, tuple[list[list[str]], Divergence | None]] = {
-    "the ranks are in step": ([[_SUM, _MEET], [_SUM, _MEET]], None),
-    "no rank has entered a collective": ([[], [], []], None),
-    "the second operation differs": ([[_SUM, _SUM, _MEET], [_SUM, _COPY, _MEET]], (1, {_SUM: [0], _COPY: [1]})),
-    "the order of two operations differs": ([[_SUM, _COPY], [_COPY, _SUM]], (0, {_SUM: [0], _COPY: [1]})),
-    "the size of the first operation differs": ([[_SUM, _MEET], [_SMALL, _MEET]], (0, {_SUM: [0], _SMALL: [1]})),
-    "rank 1 has not entered the last operation": ([[_SUM, _MEET], [_SUM]], (1, {_MEET: [0], None: [1]})),
-    "rank 0 has not entered the second operation": (
-        [[_SUM], [_SUM, _COPY], [_SUM, _COPY]],
-        (1, {None: [0], _COPY: [1, 2]}),
-    ),
-    "only rank 2 differs": ([[_SUM, _SUM], [_SUM, _SUM], [_SUM, _MEET]], (1, {_SUM: [0, 1], _MEET: [2]})),
-    "one rank differs and one has entered nothing": ([[_SUM], [_MEET], []], (0, {_SUM: [0], _MEET: [1], None: [2]})),
-}
-
-
-def _test_first(answer: Answer) -> str:
-    for story, (entered, expected) in _ENTERED.items():
-        found = answer([list(each) for each in entered])
-        expect(
-            found == expected,
-            f"If {story}, {entered}, the result must be {expected}, got {found}.",
-        )
-    return "The first differing row is found for every combination of ranks, including ranks that entered nothing."
-
-
-def _first_divergence(entered: Sequence[Sequence[str]]) -> Divergence | None:
-    for row in range(max(map(len, entered))):
-        places: Places = {}
-        for rank, calls in enumerate(entered):
-            what = calls[row] if row < len(calls) else None
-            places.setdefault(what, []).append(rank)
-        if len(places) > 1:
-            return row, places
-    return None
-
-
-def _rows_that_all_have(entered: Sequence[Sequence[str]]) -> Divergence | None:
-    return _first_divergence([each[: min(map(len, entered))] for each in entered])
-
-
-def _last_row(entered: Sequence[Sequence[str]]) -> Divergence | None:
-    places: Places = {}
-    for rank, calls in enumerate(entered):
-        places.setdefault(calls[-1] if calls else None, []).append(rank)
-    return (max(map(len, entered)) - 1, places) if len(places) > 1 else None
-
-
-def _operations_only(entered: Sequence[Sequence[str]]) -> Divergence | None:
-    return _first_divergence([[call.split()[0] for call in calls] for calls in entered])
-
-
-def _two_ranks(entered: Sequence[Sequence[str]]) -> Divergence | None:
-    return _first_divergence(entered[:2])
-
-
-def _from_one(entered: Sequence[Sequence[str]]) -> Divergence | None:
-    found = _first_divergence(entered)
-    return found and (found[0] + 1, found[1])
-
-
-def _which_are_there(entered: Sequence[Sequence[str]]) -> Divergence | None:
-    return _first_divergence([sorted(calls) for calls in entered])
-
-
-first_divergence = Exercise(
-    task=(
-        "first_divergence(entered): entered contains a list of collectives for each rank. Return the index of the "
-        "first row that differs, and a dict from the collective in that row (None for a rank that has not entered one) "
-        "to its ranks. Return None if no row differs."
-    ),
-    test=_test_first,
-    solution=_first_divergence,
-    wrong={
-        "compares only rows that all ranks have": _rows_that_all_have,
-        "compares the last collective of each rank": _last_row,
-        "compares operations but not sizes": _operations_only,
-        "compares the first two ranks": _two_ranks,
-        "counts rows from one": _from_one,
-        "ignores the order of collectives": _which_are_there,
-    },
-    hints=(
-        "Go row by row up to the longest list. A rank with a shorter list has None in that row.",
-        "Build a dict per row: places.setdefault(what, []).append(rank). If it has several keys, the ranks differ.",
-    ),
-)
-
-# ----------------------------------------------------------------------------------------------------- 2. stop together
+# ----------------------------------------------------------------------------------------------------- 1. stop together
 
 HeldOut = Callable[[], tuple[float, int]]
 _MOST = 6
@@ -262,8 +172,196 @@ train_until_flat = Exercise(
     ),
 )
 
+# ---------------------------------------------------------------------------------------------------- 2. read raw dumps
+
+Dump = dict[str, Any]
+Reading = tuple[str, int, Places]
+Made = tuple[str, int, str, list[int]]  # group, number, operation, size of the input
+
+_GROUPS = {"0": [0, 1, 2, 3], "1": [0, 2], "2": [1, 3]}
+
+
+def _dump(rank: int, made: Sequence[Made]) -> Dump:
+    """Return a flight-recorder dump in PyTorch's format."""
+    entries = []
+    for record, (group, number, op, size) in enumerate(made):
+        is_p2p = op.startswith(("send", "recv"))
+        tensors: dict[str, Any] = {
+            f"{side}_{what}": [value] if size else []
+            for side in ("input", "output")
+            for what, value in (("sizes", size), ("dtypes", "Float"))
+        }
+        frames = [
+            {"name": op.split()[0], "filename": "torch/distributed/distributed_c10d.py", "line": 3245},
+            {"name": "step", "filename": "train.py", "line": 20 + number},
+        ]
+        entries.append(
+            {
+                "record_id": 40 + record,
+                "pg_id": int(group),
+                "process_group": (group, "default_pg" if group == "0" else "undefined"),
+                "collective_seq_id": number,
+                "p2p_seq_id": record if is_p2p else 0,
+                "op_id": 60 + record,
+                "profiling_name": f"nccl:{op}",
+                "time_created_ns": 1_700_000_000_000_000_000 + 1_000_000 * record,
+                **tensors,
+                "state": "scheduled" if record == len(made) - 1 else "completed",
+                "retired": record < len(made) - 1,
+                "timeout_ms": 600_000,
+                "is_p2p": is_p2p,
+                "frames": frames,
+            }
+        )
+    config = {
+        name: {"name": name, "desc": "default_pg" if name == "0" else "undefined", "ranks": str(ranks)}
+        for name, ranks in _GROUPS.items()
+        if rank in ranks
+    }
+    return {"version": "2.10", "pg_config": config, "entries": entries}
+
+
+def _sums(group: str, *numbers: int) -> list[Made]:
+    return [(group, number, "all_reduce", [3]) for number in numbers]
+
+
+_PAIRS = [_sums("1", 1, 2), _sums("2", 1, 2)] * 2  # of each rank, in its pair
+_DUMPS: dict[str, tuple[list[list[Made]], Reading | None]] = {
+    "the ranks are in step": ([_sums("0", 1, 2, 3) + pair for pair in _PAIRS], None),
+    "rank 2 is in a different operation": (
+        [
+            _PAIRS[rank] + _sums("0", 1) + [("0", 2, "broadcast" if rank == 2 else "all_reduce", [3])]
+            for rank in range(4)
+        ],
+        ("0", 2, {"all_reduce [[3]]": [0, 1, 3], "broadcast [[3]]": [2]}),
+    ),
+    "rank 3 has not entered a collective of its pair": (
+        [_sums("0", 1, 2) + _sums(str(1 + rank % 2), *((1, 2, 3) if rank < 3 else (1, 2))) for rank in range(4)],
+        ("2", 3, {"all_reduce [[3]]": [1], None: [3]}),
+    ),
+    "the sizes differ": (
+        [_sums("0", 1) + [("0", 2, "all_reduce", [4 if rank == 1 else 3])] + _PAIRS[rank] for rank in range(4)],
+        ("0", 2, {"all_reduce [[3]]": [0, 2, 3], "all_reduce [[4]]": [1]}),
+    ),
+    "the buffers start at different numbers": (
+        [
+            [*_sums("0", *range((4, 6, 5, 6)[rank], 9)), ("0", 9, "barrier" if rank == 0 else "all_reduce", [])]
+            for rank in range(4)
+        ],
+        ("0", 9, {"barrier []": [0], "all_reduce []": [1, 2, 3]}),
+    ),
+    "ranks 0 and 1 also send and receive": (
+        [
+            _sums("0", 1)
+            + ([("0", 1, f"send {rank}->{1 - rank}", [8])] if rank == 0 else [])
+            + ([("0", 1, f"recv {rank}<-{1 - rank}", [8])] if rank == 1 else [])
+            + _sums("0", *((2, 3) if rank != 1 else (2,)))
+            for rank in range(4)
+        ],
+        ("0", 3, {"all_reduce [[3]]": [0, 2, 3], None: [1]}),
+    ),
+}
+
+
+def _test_dumps(answer: Answer) -> str:
+    for story, (of_ranks, expected) in _DUMPS.items():
+        found = answer({rank: _dump(rank, made) for rank, made in enumerate(of_ranks)})
+        expect(found == expected, f"If {story}, the result must be {expected}, got {found}.")
+    return "The divergence is found in every dump: across groups, ring buffers, and point-to-point entries."
+
+
+def _read_dumps(dumps: Mapping[int, Dump]) -> Reading | None:
+    groups = {
+        name: ast.literal_eval(config["ranks"]) for dump in dumps.values() for name, config in dump["pg_config"].items()
+    }
+    for group, ranks in groups.items():
+        calls: dict[int, dict[int, str]] = {rank: {} for rank in ranks}  # number -> operation and sizes
+        for rank in ranks:
+            for entry in dumps[rank]["entries"]:
+                if entry["process_group"][0] == group and not entry["is_p2p"]:
+                    op = entry["profiling_name"].partition(":")[2]
+                    calls[rank][entry["collective_seq_id"]] = f"{op} {entry['input_sizes']}"
+        kept = [numbers for numbers in calls.values() if numbers]
+        if not kept:
+            continue
+        for number in range(max(map(min, kept)), max(map(max, kept)) + 1):
+            places: dict[str | None, list[int]] = {}
+            for rank in ranks:
+                places.setdefault(calls[rank].get(number), []).append(rank)
+            if len(places) > 1:
+                return group, number, places
+    return None
+
+
+def _reading(
+    *,
+    members: bool = True,
+    by_group: bool = True,
+    by_number: bool = True,
+    from_common: bool = True,
+    sizes: bool = True,
+    skip_p2p: bool = True,
+    absent: bool = True,
+) -> Answer:
+    """Return the solution with a mistake."""
+
+    def answer(dumps: Mapping[int, Dump]) -> Reading | None:
+        groups: dict[str, list[int]] = {}
+        for dump in dumps.values():
+            for name, config in dump["pg_config"].items():
+                groups[name] = ast.literal_eval(config["ranks"]) if members else list(dumps)
+        for group, ranks in groups.items():
+            calls: dict[int, dict[int, str]] = {rank: {} for rank in ranks}
+            for rank in ranks:
+                for entry in dumps[rank]["entries"]:
+                    if (by_group and entry["process_group"][0] != group) or (skip_p2p and entry["is_p2p"]):
+                        continue
+                    number = entry["collective_seq_id"] if by_number else len(calls[rank])
+                    op = entry["profiling_name"].partition(":")[2]
+                    calls[rank][number] = f"{op} {entry['input_sizes']}"
+            kept = [numbers for numbers in calls.values() if numbers]
+            first = max(map(min, kept), default=0) if from_common else min(map(min, kept), default=0)
+            for number in range(first, max(map(max, kept), default=0) + 1):
+                places: Places = {}
+                for rank in ranks:
+                    if absent or number in calls[rank]:
+                        places.setdefault(calls[rank].get(number), []).append(rank)
+                if len(places if sizes else {what and what.split()[0] for what in places}) > 1:
+                    return group, number, places
+        return None
+
+    return answer
+
+
+read_dumps = Exercise(
+    task=(
+        "read_dumps(dumps): dumps maps each rank to its raw dump. Return the group, the number of the first collective "
+        "in which the ranks of this group differ, and a dict from operation and sizes, such as 'all_reduce [[3]]' "
+        "(None for a rank that has not entered it), to the ranks. Return None if no group differs."
+    ),
+    test=_test_dumps,
+    solution=_read_dumps,
+    wrong={
+        "expects every rank in every group": _reading(members=False),
+        "mixes the numbers of different groups": _reading(by_group=False),
+        "compares by position in the buffer": _reading(by_number=False),
+        "starts at a number that some buffers have overwritten": _reading(from_common=False),
+        "compares operations but not sizes": _reading(sizes=False),
+        "counts point-to-point entries": _reading(skip_p2p=False),
+        "ignores ranks that have not entered": _reading(absent=False),
+    },
+    hints=(
+        "Print one entry, and dump['pg_config']: it has the ranks of each group, as text (ast.literal_eval).",
+        "For each group and rank, build a dict from collective_seq_id to operation and sizes.",
+        "Compare from the largest first number of the ranks to the largest last number: older entries are overwritten.",
+    ),
+)
+
 # -------------------------------------------------------------------------------------------------------- 3. a watchdog
 
+Divergence = tuple[int, Places]
+
+_SUM, _COPY, _MEET = "all_reduce [3]", "broadcast [3]", "barrier"
 _SECONDS = 0.8
 _CALM_SECONDS = 2.4  # duration of a story without a hang
 _LATEST_SECONDS = 15.0  # deadline for the report of a hang; long enough for a busy machine
@@ -358,6 +456,24 @@ def _test_watchdog(answer: Answer) -> str:
     return "All ranks report every hang once, and none reports a hang that does not exist."
 
 
+def _first_divergence(entered: Sequence[Sequence[str]]) -> Divergence | None:
+    for row in range(max(map(len, entered))):
+        places: Places = {}
+        for rank, calls in enumerate(entered):
+            what = calls[row] if row < len(calls) else None
+            places.setdefault(what, []).append(rank)
+        if len(places) > 1:
+            return row, places
+    return None
+
+
+def _last_row(entered: Sequence[Sequence[str]]) -> Divergence | None:
+    places: Places = {}
+    for rank, calls in enumerate(entered):
+        places.setdefault(calls[-1] if calls else None, []).append(rank)
+    return (max(map(len, entered)) - 1, places) if len(places) > 1 else None
+
+
 def _watchdog(
     rank: int,
     size: int,
@@ -434,7 +550,8 @@ def _variant(
 watchdog = Exercise(
     task=(
         "watchdog(rank, size, store, entered, seconds, tell, over): until over(), check whether this rank waits in one "
-        "collective for `seconds`. If so, the watchdog of every rank calls tell((row, places)) once, as in exercise 1."
+        "collective for `seconds`. If so, the watchdog of every rank calls tell((row, places)) once: the first index "
+        "at which the ranks' collectives differ, and a dict from collective (None for not entered) to ranks."
     ),
     test=_test_watchdog,
     solution=_watchdog,
