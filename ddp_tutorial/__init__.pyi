@@ -13,7 +13,7 @@ from .collectives import rank_zero_first as rank_zero_first
 from .config import ConfigError as ConfigError
 from .config import from_arguments as from_arguments
 from .ddp.config import DDPConfig as DDPConfig
-from .ddp.sync_bn import synchronise_batch_norm as synchronise_batch_norm
+from .ddp.sync_bn import synchronize_batch_norm as synchronize_batch_norm
 from .ddp.wrappers import data_parallel as data_parallel
 from .live.pool import Ranks as Ranks
 from .phases import observe as observe

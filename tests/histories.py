@@ -29,7 +29,7 @@ from torch.utils.checkpoint import checkpoint
 from ddp_tutorial.collectives import digest
 from ddp_tutorial.ddp.buckets import MIB
 from ddp_tutorial.ddp.config import DDPConfig
-from ddp_tutorial.ddp.sync_bn import synchronise_batch_norm
+from ddp_tutorial.ddp.sync_bn import synchronize_batch_norm
 from ddp_tutorial.ddp.wrappers import data_parallel
 from ddp_tutorial.processes.errors import RankError
 from ddp_tutorial.processes.launcher import launch
@@ -495,7 +495,7 @@ class Replicated(Plain):
             self.options["find_unused_parameters"] = True
         for residual in self.module.blocks:
             if residual.block.kind.startswith("sync"):
-                residual.layer = synchronise_batch_norm(residual.layer, world)
+                residual.layer = synchronize_batch_norm(residual.layer, world)
 
     @property
     def ranks(self) -> Sequence[int]:

@@ -20,7 +20,7 @@ import pytest
 import torch
 from torch.optim.lr_scheduler import OneCycleLR
 
-from ddp_tutorial import TrainConfig, Trainer, TrainResult, World, launch, synchronise_batch_norm
+from ddp_tutorial import TrainConfig, Trainer, TrainResult, World, launch, synchronize_batch_norm
 from ddp_tutorial.config import ConfigError, from_arguments
 from ddp_tutorial.examples import digits
 from ddp_tutorial.runs.folder import load_run
@@ -188,7 +188,7 @@ def train_like_plain(world: World, accumulation: int) -> tuple[list[float], dict
     torch.manual_seed(0)
     samples = as_samples(digits.images("train"))
     trainer = Trainer(
-        synchronise_batch_norm(digits.Net(), world),
+        synchronize_batch_norm(digits.Net(), world),
         ShardedSource(samples, GlobalBatchSampler(TorchOrder(len(samples), 0), 64, "drop"), world),
         digits.loss,
         world,

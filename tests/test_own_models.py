@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import Dataset, TensorDataset
 
-from ddp_tutorial import TrainConfig, Trainer, World, launch, make_source, synchronise_batch_norm
+from ddp_tutorial import TrainConfig, Trainer, World, launch, make_source, synchronize_batch_norm
 from ddp_tutorial.accumulation.loss import Loss
 from ddp_tutorial.processes.errors import RankError
 
@@ -192,7 +192,7 @@ def failing_after(calls: int, loss: Loss, fail: Callable[[], None]) -> Loss:
 
 def trainer_of(world: World, case: Case, loss: Loss | None = None, **settings: Any) -> Trainer:
     torch.manual_seed(0)
-    model = synchronise_batch_norm(case.model(), world)
+    model = synchronize_batch_norm(case.model(), world)
     source = make_source(case.data(), 12, world)
     config = TrainConfig.model_validate(
         {"steps": STEPS, "warmup_steps": 2, "tensorboard": False} | case.settings | settings

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from ddp_tutorial.ddp.config import DDPConfig
-from ddp_tutorial.ddp.sync_bn import SyncBatchNorm, synchronise_batch_norm
+from ddp_tutorial.ddp.sync_bn import SyncBatchNorm, synchronize_batch_norm
 from ddp_tutorial.ddp.wrappers import data_parallel
 from ddp_tutorial.processes.launcher import launch
 from ddp_tutorial.world import World
@@ -72,10 +72,10 @@ def on_union(size: int, momentum: float | None) -> dict[str, Any]:
     return found | {"eval": net(data_of(9, size)).detach()}
 
 
-def on_rank(world: World, variant: str, momentum: float | None, synchronised: bool = True) -> dict[str, Any]:
+def on_rank(world: World, variant: str, momentum: float | None, synchronized: bool = True) -> dict[str, Any]:
     net: nn.Module = make_net(momentum)
-    if synchronised:
-        net = synchronise_batch_norm(net, world)
+    if synchronized:
+        net = synchronize_batch_norm(net, world)
     model = data_parallel(net, world, DDPConfig(variant=variant, sync_buffers=False))  # type: ignore[arg-type]
     everywhere = sum(SAMPLES[world.size])
 
@@ -92,13 +92,13 @@ def on_rank(world: World, variant: str, momentum: float | None, synchronised: bo
 
 def one_value(world: World) -> str:
     """Return the error of one value per channel on rank 0 and none on the other ranks."""
-    net = synchronise_batch_norm(nn.BatchNorm1d(3), world)
+    net = synchronize_batch_norm(nn.BatchNorm1d(3), world)
     return error_of(lambda: net(torch.ones(1 if world.is_main else 0, 3)))
 
 
 def half_precision(world: World, dtype: torch.dtype) -> dict[str, torch.Tensor]:
     """Return outputs, gradients and statistics of a 16-bit layer; the sums exceed float16's range."""
-    net = synchronise_batch_norm(nn.BatchNorm1d(1), world).to(dtype)
+    net = synchronize_batch_norm(nn.BatchNorm1d(1), world).to(dtype)
     x = wide_range(world.size)[world.rank].to(dtype).requires_grad_()
     out = net(x)
     (out * factors_of(x).to(dtype)).sum().backward()
@@ -117,7 +117,7 @@ def factors_of(x: torch.Tensor) -> torch.Tensor:
 
 def copied(world: World) -> list[torch.Tensor]:
     """Return the training outputs of a layer, of its deep copy, and of a saved and loaded layer."""
-    net = synchronise_batch_norm(nn.Sequential(nn.BatchNorm1d(3)), world)
+    net = synchronize_batch_norm(nn.Sequential(nn.BatchNorm1d(3)), world)
     file = io.BytesIO()
     torch.save(net, file)
     file.seek(0)
@@ -127,7 +127,7 @@ def copied(world: World) -> list[torch.Tensor]:
 
 def evaluated_alone(world: World) -> torch.Tensor | None:
     """Evaluate a layer without running statistics on rank 0 only."""
-    net = synchronise_batch_norm(nn.BatchNorm1d(3, track_running_stats=False), world).eval()
+    net = synchronize_batch_norm(nn.BatchNorm1d(3, track_running_stats=False), world).eval()
     return net(torch.arange(6.0).reshape(2, 3)).detach() if world.is_main else None
 
 
@@ -139,7 +139,7 @@ def groups_made(world: World) -> int:
 
     before = open_files()
     for _ in range(10):
-        synchronise_batch_norm(nn.BatchNorm1d(3), world)
+        synchronize_batch_norm(nn.BatchNorm1d(3), world)
     return open_files() - before
 
 
@@ -155,7 +155,7 @@ def everything(world: World) -> dict[Any, Any]:
         found["copied"], found["evaluated alone"] = copied(world), evaluated_alone(world)
         found["files"] = groups_made(world)
     if min(SAMPLES[world.size]) > 1:
-        found["apart"] = on_rank(world, "bucket", 0.1, synchronised=False)
+        found["apart"] = on_rank(world, "bucket", 0.1, synchronized=False)
     return found
 
 
@@ -239,7 +239,7 @@ def test_models_share_one_process_group(size: int) -> None:
 def test_every_layer_is_replaced_and_keeps_its_tensors() -> None:
     net = make_net(0.1)
     bn, statistics = net.bn, net.bn.running_mean
-    replaced = synchronise_batch_norm(net, World())
+    replaced = synchronize_batch_norm(net, World())
     assert replaced is net
     layers = [layer for layer in net.modules() if isinstance(layer, nn.modules.batchnorm._BatchNorm)]
     assert [type(layer) for layer in layers] == [SyncBatchNorm, SyncBatchNorm]
@@ -251,7 +251,7 @@ def test_a_layer_used_in_several_places_stays_one_layer() -> None:
     bn = nn.BatchNorm1d(4)
     block = nn.Sequential(nn.Linear(4, 4), bn)
     net = nn.Sequential(bn, nn.ReLU(), bn, block, block)
-    synchronise_batch_norm(net, World())
+    synchronize_batch_norm(net, World())
     assert type(net[0]) is SyncBatchNorm
     assert net[2] is net[0]
     assert net[3] is net[4]
@@ -261,24 +261,24 @@ def test_a_layer_used_in_several_places_stays_one_layer() -> None:
 def test_the_layer_has_the_attributes_of_torchs_layer() -> None:
     options = {"eps": 0.1, "momentum": 0.2, "affine": False, "track_running_stats": False}
     torchs = nn.SyncBatchNorm(3, **options)  # type: ignore[arg-type]
-    ours = synchronise_batch_norm(nn.BatchNorm1d(3, **options), World())  # type: ignore[arg-type]
+    ours = synchronize_batch_norm(nn.BatchNorm1d(3, **options), World())  # type: ignore[arg-type]
     assert repr(ours).partition("process_group")[0] == repr(torchs).partition("process_group")[0]
     assert ours.num_features == 3
     without_bias = nn.BatchNorm1d(3, bias=False)
-    assert list(synchronise_batch_norm(without_bias, World()).state_dict()) == list(without_bias.state_dict())
+    assert list(synchronize_batch_norm(without_bias, World()).state_dict()) == list(without_bias.state_dict())
 
 
 def test_a_synchronized_layer_is_left_unchanged() -> None:
-    net = synchronise_batch_norm(nn.BatchNorm1d(3), World())
-    assert synchronise_batch_norm(net, World()) is net
+    net = synchronize_batch_norm(nn.BatchNorm1d(3), World())
+    assert synchronize_batch_norm(net, World()) is net
 
 
 def test_in_eval_mode_any_number_of_samples_is_accepted() -> None:
-    net = synchronise_batch_norm(nn.BatchNorm1d(3), World()).eval()
+    net = synchronize_batch_norm(nn.BatchNorm1d(3), World()).eval()
     assert torch.equal(net(torch.zeros(0, 3)), torch.zeros(0, 3))
     assert net(torch.ones(1, 3)).shape == (1, 3)
 
 
 def test_two_ranks_without_a_group_raise() -> None:
     with pytest.raises(RuntimeError, match="2 ranks but no process group"):
-        synchronise_batch_norm(nn.BatchNorm1d(3), World(0, 2, 0, 2))
+        synchronize_batch_norm(nn.BatchNorm1d(3), World(0, 2, 0, 2))

@@ -1,7 +1,7 @@
 from .config import CompileConfig as CompileConfig
 from .config import DDPConfig as DDPConfig
 from .link import LinkModel as LinkModel
-from .sync_bn import synchronise_batch_norm as synchronise_batch_norm
+from .sync_bn import synchronize_batch_norm as synchronize_batch_norm
 from .wrappers import BucketDDP as BucketDDP
 from .wrappers import DataParallel as DataParallel
 from .wrappers import FlatDDP as FlatDDP

@@ -108,7 +108,7 @@ class SyncBatchNorm(nn.BatchNorm1d):
             running.copy_(running.to(new.dtype).lerp(new, factor))
 
 
-def synchronise_batch_norm(module: nn.Module, world: World) -> nn.Module:
+def synchronize_batch_norm(module: nn.Module, world: World) -> nn.Module:
     """Replace each BatchNorm layer of `module` with a `SyncBatchNorm`. Collective.
 
     A layer that occurs several times in `module` is replaced everywhere, by one layer.

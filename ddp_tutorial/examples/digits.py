@@ -20,7 +20,7 @@ from torch.nn import functional as F
 from torch.optim.lr_scheduler import OneCycleLR
 from torch.utils.data import TensorDataset
 
-from ddp_tutorial import TrainConfig, Trainer, TrainResult, World, make_source, run, synchronise_batch_norm
+from ddp_tutorial import TrainConfig, Trainer, TrainResult, World, make_source, run, synchronize_batch_norm
 from ddp_tutorial.config import from_arguments
 
 DATA = Path(__file__).parents[2] / "data" / "digits"
@@ -70,7 +70,7 @@ def main(world: World, options: Options) -> TrainResult:
     """Train on one rank; every rank calls this function."""
     torch.manual_seed(options.seed)  # identical weights on all ranks
     trainer = Trainer(
-        synchronise_batch_norm(Net(), world),
+        synchronize_batch_norm(Net(), world),
         make_source(images("train"), options.batch_size, world, seed=options.seed),
         loss,
         world,
