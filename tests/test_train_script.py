@@ -351,7 +351,7 @@ import os, sys, time, train
 take_step = train.train_step
 def train_step(*arguments):
     if train.torch.initial_seed() // 2**20 == 3 and os.environ["RANK"] == "1":
-        time.sleep(8)
+        time.sleep(26)
     return take_step(*arguments)
 train.train_step = train_step
 os._exit(train.run(train.parse_args()))
@@ -429,9 +429,9 @@ def test_a_run_that_torchrun_restarts_is_bitwise_identical_to_an_undisturbed_one
 def test_a_hang_prints_the_stacks_and_the_collectives_of_all_ranks(tmp_path):
     (tmp_path / "train.py").write_text(course.script(LAST))
     (tmp_path / "hangs.py").write_text(HANGS)
-    run = train(tmp_path, 2, "hung", "--timeout=4", script="hangs.py")
+    run = train(tmp_path, 2, "hung", "--timeout=20", script="hangs.py")
     assert run.returncode == 1
-    assert "Timeout (0:00:02)!" in run.stderr
+    assert "Timeout (0:00:10)!" in run.stderr
     assert re.search(r"hangs.py., line 6 in train_step", run.stderr)  # rank 1
     assert re.search(
         r"distributed_c10d.py., line \d+ in all_reduce(.*\n)*?.*train.py., line \d+ in train_step", run.stderr
@@ -440,7 +440,7 @@ def test_a_hang_prints_the_stacks_and_the_collectives_of_all_ranks(tmp_path):
     assert (tmp_path / "hung" / "collectives_rank_0.json").exists(), run.stderr
     entries = json.loads((tmp_path / "hung" / "collectives_rank_0.json").read_text())["entries"]
     assert "all_reduce" in entries[-1]["profiling_name"]
-    assert entries[-1]["state"] != "completed"
+    assert entries[-1]["input_sizes"] == [[]]  # the number of samples, which rank 1 has not sent
 
 
 def test_setup_refuses_the_store_of_an_earlier_attempt(monkeypatch):
