@@ -275,7 +275,7 @@ def test_a_config_error_that_only_a_rank_detects_is_reported_in_one_line() -> No
     Path("runs/mine").mkdir(parents=True)
     with locked(Path("runs/mine")):
         done = call("train", "tiny", "device=cpu", "name=mine", "resume=auto")
-    told = "error: runs/mine is in use by another run. Wait until that one has ended, or use another name.\n"
+    told = "error: runs/mine is in use by another run. Wait until it ends, or use another name.\n"
     assert (done.returncode, done.stdout, done.stderr) == (2, "", told)
 
 

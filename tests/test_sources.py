@@ -858,8 +858,8 @@ def test_a_lost_connection_of_the_dataset_is_reported_as_it_is() -> None:
 
 @pytest.mark.parametrize("kind", ["sharded", "streamed"])
 def test_the_config_sets_the_timeout_of_a_worker(kind: str) -> None:
-    source: Any = made(World(), kind, worker_timeout=7)
-    assert source.worker_timeout == 7
+    source: Any = made(World(), kind, worker_timeout=0.5)
+    assert source.worker_timeout == 0.5
 
 
 @forking
