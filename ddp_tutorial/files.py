@@ -383,9 +383,7 @@ def _is_at(fd: int, path: Path) -> bool:
 
 
 def _in_use(path: Path) -> FolderInUseError:
-    return FolderInUseError(
-        f"{path.parent} is in use by another run. Wait until it ends, or use another name."
-    )
+    return FolderInUseError(f"{path.parent} is in use by another run. Wait until it ends, or use another name.")
 
 
 def _machine() -> str:

@@ -405,8 +405,14 @@ def test_a_requested_save_does_not_repeat_a_scheduled_save() -> None:
     assert len(saved) == 2
 
 
-STEPS = 100_000
-ENDLESS = ["name=mine", "resume=auto", f"steps={STEPS}", f"checkpoint.every={STEPS}", f"eval_every={STEPS}"]
+ENDLESS_STEPS = 100_000
+ENDLESS = [
+    "name=mine",
+    "resume=auto",
+    f"steps={ENDLESS_STEPS}",
+    f"checkpoint.every={ENDLESS_STEPS}",
+    f"eval_every={ENDLESS_STEPS}",
+]
 ENDLESS += ["log_every=5"]
 
 
@@ -440,7 +446,7 @@ def test_a_signaled_run_saves_and_resumes_with_the_same_command(how: Any) -> Non
     assert running.returncode == EXIT_CODE, err
     [saved] = list_checkpoints(run / "checkpoints")
     step = read_manifest(saved).step
-    assert f"stopped after step {step} of {STEPS}: runs/mine" in out
+    assert f"stopped after step {step} of {ENDLESS_STEPS}: runs/mine" in out
     code, text = told("train", "tiny", *settings, f"steps={step + 1}", "resume_allow=[steps]")
     assert code == 0, text
     assert f"resuming after step {step}, from " in text

@@ -348,6 +348,7 @@ def test_a_patch_that_does_not_fit_names_the_stage_and_the_lines():
 
 HANGS = """
 import os, sys, time, train
+sys.stderr = open(f"stderr_{os.environ['RANK']}.txt", "w", buffering=1)  # the stacks of two ranks would mix
 take_step = train.train_step
 def train_step(*arguments):
     if train.torch.initial_seed() // 2**20 == 3 and os.environ["RANK"] == "1":
@@ -431,12 +432,13 @@ def test_a_hang_prints_the_stacks_and_the_collectives_of_all_ranks(tmp_path):
     (tmp_path / "hangs.py").write_text(HANGS)
     run = train(tmp_path, 2, "hung", "--timeout=20", script="hangs.py")
     assert run.returncode == 1
-    assert "Timeout (0:00:10)!" in run.stderr
-    assert re.search(r"hangs.py., line 6 in train_step", run.stderr)  # rank 1
+    waiting, sleeping = ((tmp_path / f"stderr_{rank}.txt").read_text() for rank in (0, 1))
+    assert "Timeout (0:00:10)!" in waiting
     assert re.search(
-        r"distributed_c10d.py., line \d+ in all_reduce(.*\n)*?.*train.py., line \d+ in train_step", run.stderr
+        r"distributed_c10d.py., line \d+ in all_reduce(.*\n)*?.*train.py., line \d+ in train_step", waiting
     )
-    assert "Timed out waiting" in run.stderr
+    assert "Timed out waiting" in waiting
+    assert re.search(r"hangs.py., line 7 in train_step", sleeping)
     assert (tmp_path / "hung" / "collectives_rank_0.json").exists(), run.stderr
     entries = json.loads((tmp_path / "hung" / "collectives_rank_0.json").read_text())["entries"]
     assert "all_reduce" in entries[-1]["profiling_name"]
