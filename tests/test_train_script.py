@@ -627,6 +627,68 @@ def test_each_stage_from_08_trains_like_one_process_on_ragged_batches(tmp_path):
                 torch.testing.assert_close(trained[run][name], weight, rtol=0, atol=1e-6)
 
 
+def train_and_measure(world, folder, name, *options):
+    """Train on a clock that advances by a second per reading. Return the printed lines."""
+    script, lines = imported(LAST), []
+    script.log = lines.append
+    script.time = types.SimpleNamespace(perf_counter=map(float, count()).__next__)
+    args = [str(folder / name), f"--data={DATA}", "--workers=0", "--cpu", "--steps=32", "--every=8", "--batch=50"]
+    with mock.patch.object(dist, "init_process_group"):  # launch has initialized it
+        script.main(script.parse_args([*args, "--dropout=0.2", *options]))
+    return lines
+
+
+def test_measuring_counts_the_samples_and_does_not_change_the_training(tmp_path):
+    launch(train_and_measure, 2, tmp_path, "plain", **FORKED)
+    options = "--mfu", "--peak-flops=1e6", "--profile=3:5"
+    lines, _ = launch(train_and_measure, 2, tmp_path, "measured", *options, **FORKED)
+    assert_bitwise_identical(tmp_path / "plain", tmp_path / "measured")
+    samples = [350, 400, 400, 387]  # without the first step; 37 are in the last batch of the first epoch, step 29
+    flops = 2 * (64 * 64 + 64 * 10) * 2 + 2 * 64 * 10  # no gradient of the images
+    expected = [f"{each} samples/s, MFU {each * flops / 2e6:.2%}" for each in samples]
+    assert [line.partition("norm ")[2].partition(", ")[2] for line in lines[:-1]] == expected
+    assert not list((tmp_path / "plain").glob("trace*"))
+    for rank in range(2):
+        events = json.loads((tmp_path / "measured" / f"trace_rank_{rank}.json").read_text())["traceEvents"]
+        names = [event["name"] for event in events if event["ph"] == "X"]
+        assert [name for name in names if name.startswith("ProfilerStep")] == [f"ProfilerStep#{n}" for n in (2, 3, 4)]
+        assert names.count("DistributedDataParallel.forward") == names.count("Optimizer.step#SGD.step") == 3
+        assert names.count("gloo:all_reduce") >= 9  # in each step of the counts, the gradients, and the stop flags
+
+
+def peaks_of(world):
+    script = imported(LAST)
+    measured = script.peak_flops(script.parse_args(["model"]), torch.device("cpu"))
+    return measured, script.peak_flops(script.parse_args(["model", "--peak-flops=3e12"]), torch.device("cpu"))
+
+
+def test_the_peak_is_that_of_all_devices():
+    for measured, given in launch(peaks_of, 2, **FORKED):
+        assert measured > 1e8
+        assert given == 6e12
+
+
+def test_a_language_model_reports_tokens_per_second():
+    script = imported(LAST)
+    meter = script.Meter(torch.device("cpu"), tokens=1024, flops=0, peak=0.0)
+    meter.counts, meter.begin = [torch.tensor(4), torch.tensor(2)], -2.0
+    script.time = types.SimpleNamespace(perf_counter=lambda: 0.0)
+    assert meter.report() == "3 samples/s, 3,072 tokens/s"
+    with mock.patch.object(torch.accelerator, "synchronize") as synchronize:
+        script.synchronize(torch.device("cuda", 1))
+    synchronize.assert_called_once_with(torch.device("cuda", 1))
+
+
+def test_profiled_steps_start_after_a_warm_up_step(capsys):
+    script = imported(LAST)
+    for steps in "3", "5:4", "1:2", "a:b":
+        with pytest.raises(SystemExit):
+            script.parse_args(["model", f"--profile={steps}"])
+        assert f"must be FIRST:LAST with 2 <= FIRST <= LAST, got '{steps}'" in capsys.readouterr().err
+    assert script.make_profiler(script.parse_args(["model"]), 0) is None
+    assert script.make_profiler(script.parse_args(["model", "--profile=10:13"]), 9) is None  # resumed too late
+
+
 def slurm_job():
     """The sbatch file in the text of notebook 06."""
     cells = nbformat.read(NOTEBOOKS / "06_plain_torch.ipynb", as_version=4).cells
