@@ -114,7 +114,9 @@ def _places(level: Mapping[str, int], paths: list[list[Node]]) -> dict[Node, flo
     for _ in range(20):
         for number in [*sorted(rows), *sorted(rows, reverse=True)]:
             row = rows[number]
-            row.sort(key=lambda node: (sum(place[each] for each in neighbors[node]) / len(neighbors[node]), node))
+            row.sort(
+                key=lambda node: (sum(place[each] for each in neighbors[node]) / max(1, len(neighbors[node])), node)
+            )
             place |= dict(zip(row, _spread(row, level), strict=True))
     return place
 

@@ -30,6 +30,7 @@ ROOMS = {
     "zero": "ddp accumulation checkpoint",
     "pipeline": "ddp accumulation checkpoint zero",
     "local_sgd": "ddp accumulation checkpoint",
+    "planning": "ddp",
     "runs": "processes checkpoint",
     "figures": "lessons ddp pipeline runs",
     "training": "processes sharding ddp accumulation checkpoint zero pipeline local_sgd runs",

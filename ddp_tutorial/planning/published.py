@@ -1,0 +1,657 @@
+"""Training runs that other groups published, with their plan and their throughput.
+
+The runs were chosen before the model of a step existed. The choice follows three rules: the plan is published (parallel
+degrees, micro-batch, recomputation), it uses data, tensor and pipeline parallelism only, and it computes in bfloat16 or
+float16. No run was removed because the model predicts it badly. `CONTEXT_PARALLEL_RUNS` holds runs outside these rules.
+
+Excluded, with the reason:
+
+- PaLM 540B: its TPU v4 torus has no fast domain inside a slower fabric.
+- OPT-175B: "up to 147 TFLOP/s", and the degree of tensor parallelism is not published.
+- Llama 2 and OLMo-core: the parallel degrees, or the number of GPUs, are not published.
+- Megatron-LM, table 1 (2021) and the H100 table of its README: the micro-batches are not published.
+
+Figures come in several conventions. `PublishedRun.tokens_per_second` converts all of them to tokens per second per
+device, and only that number is compared with a prediction.
+"""
+
+from dataclasses import dataclass
+from typing import Literal
+
+Unit = Literal["tokens/s/device", "step seconds", "TFLOP/s/device"]
+Recompute = Literal["none", "selective", "full"]
+Convention = Literal["none", "model", "hardware, Megatron", "hardware, 8 N"]
+
+_LLM_FOUNDRY = "https://github.com/mosaicml/llm-foundry/blob/main/scripts/train/benchmarking/README.md"
+_TITAN_A100 = "https://github.com/pytorch/torchtitan/blob/041336434916bdc0f88c1f89fda176fd3c2092e4/docs/performance.md"
+_TITAN_H100 = "https://github.com/pytorch/torchtitan/blob/main/benchmarks/llama3_h100_202412_torchtitan.md"
+_LLAMA3 = "https://arxiv.org/abs/2407.21783"
+_MEGATRON = "https://arxiv.org/abs/2104.04473"
+_DGXC = "https://github.com/NVIDIA/dgxc-benchmarking/blob"
+
+
+@dataclass(frozen=True)
+class PublishedRun:
+    """One published training run.
+
+    Attributes:
+        name: The model and the number of devices.
+        year: The year of publication.
+        software: The framework that ran it.
+        layers: The number of transformer blocks.
+        width: The width of the residual stream.
+        heads: The number of query heads.
+        kv_heads: The number of key and value heads.
+        feed_forward: The hidden width of the feed-forward layer.
+        gated: Whether the feed-forward layer has a gate (SwiGLU), and so three matrices instead of two.
+        vocabulary: The number of rows of the embedding.
+        tied: Whether the embedding and the output layer share their weights.
+        sequence: Tokens per sequence.
+        flash_attention: Whether the attention matrix is never written to memory.
+        device: The type of the device, a key of `DEVICES`.
+        devices: The number of devices.
+        fabric: The class of the network between nodes of eight devices.
+        fabric_gbit: Gbit/s per device between nodes, in each direction.
+        fabric_published: Whether the source states `fabric_gbit`. Otherwise it is what such nodes usually have.
+        zero: The ZeRO stage over the data-parallel ranks. 0 is DDP.
+        data: Data-parallel ranks.
+        tensor: Tensor-parallel ranks.
+        pipeline: Pipeline stages.
+        chunks: Model chunks per pipeline rank. Above 1, the schedule is interleaved.
+        context: Context-parallel ranks, which split each sequence.
+        micro_batch: Sequences per micro-batch and data-parallel rank.
+        recompute: The activations that the backward pass recomputes.
+        gradient_bytes: Bytes per gradient value that is sent.
+        batch_tokens: Tokens per optimizer step, over all devices.
+        value: The published figure.
+        unit: The unit of the figure.
+        convention: The FLOPs that a figure in TFLOP/s counts: the model's, or those with recomputation by one formula.
+        mfu: The published model FLOPs utilization in percent, if the source states it.
+        source: The URL of the source.
+        where: The table or section in the source.
+        note: What the source leaves open.
+    """
+
+    name: str
+    year: int
+    software: str
+    layers: int
+    width: int
+    heads: int
+    kv_heads: int
+    feed_forward: int
+    gated: bool
+    vocabulary: int
+    tied: bool
+    sequence: int
+    device: str
+    devices: int
+    fabric: str
+    fabric_gbit: float
+    fabric_published: bool
+    data: int
+    micro_batch: int
+    batch_tokens: int
+    value: float
+    unit: Unit
+    source: str
+    where: str
+    flash_attention: bool = True
+    zero: int = 3
+    tensor: int = 1
+    pipeline: int = 1
+    chunks: int = 1
+    context: int = 1
+    recompute: Recompute = "none"
+    gradient_bytes: int = 2
+    convention: Convention = "none"
+    mfu: float | None = None
+    note: str = ""
+
+    def __post_init__(self) -> None:
+        """Raise if the degrees do not multiply to the devices, or the batch is not made of whole micro-batches."""
+        ranks = self.data * self.tensor * self.pipeline * self.context
+        if ranks != self.devices:
+            raise ValueError(f"{self.name}: the degrees multiply to {ranks}, but the run has {self.devices} devices")
+        if self.batch_tokens % (self.data * self.micro_batch * self.sequence):
+            raise ValueError(
+                f"{self.name}: {self.batch_tokens} tokens are not whole micro-batches on {self.data} ranks"
+            )
+
+    @property
+    def parameters(self) -> int:
+        """The number of weights in matrices and embeddings; norms and biases are left out."""
+        head = self.width // self.heads
+        attention = self.width * head * (2 * self.heads + 2 * self.kv_heads)
+        feed_forward = (3 if self.gated else 2) * self.width * self.feed_forward
+        embeddings = (1 if self.tied else 2) * self.vocabulary * self.width
+        return self.layers * (attention + feed_forward) + embeddings
+
+    @property
+    def micro_batches(self) -> int:
+        """The micro-batches of a data-parallel rank in each optimizer step."""
+        return self.batch_tokens // (self.data * self.micro_batch * self.sequence)
+
+    @property
+    def tokens_per_second(self) -> float:
+        """The published throughput, in tokens per second per device."""
+        if self.unit == "tokens/s/device":
+            return self.value
+        if self.unit == "step seconds":
+            return self.batch_tokens / self.value / self.devices
+        return self.value * 1e12 / self._counted_flops()
+
+    def _counted_flops(self) -> float:
+        """Return the FLOPs per token that the source's convention counts."""
+        if self.convention == "hardware, 8 N":
+            return 8.0 * self.parameters
+        if self.convention == "hardware, Megatron":  # equation 3 of Narayanan et al., for 4 h wide ungated layers
+            per_layer = 96 * self.width**2 + 16 * self.sequence * self.width
+            return float(self.layers * per_layer + 6 * self.vocabulary * self.width)
+        embedding = 0 if self.tied else self.vocabulary * self.width  # a lookup costs no FLOPs
+        return 6.0 * (self.parameters - embedding) + 12.0 * self.layers * self.width * self.sequence
+
+
+def _mpt(
+    name: str,
+    shape: tuple[int, int, int],
+    device: str,
+    devices: int,
+    micro_batch: int,
+    batch_tokens: int,
+    tokens_per_second: float,
+    mfu: float,
+    recompute: Recompute,
+) -> PublishedRun:
+    """Return a row of the tables of llm-foundry: FULL_SHARD, sequences of 2,048 tokens.
+
+    The tables of the A100 state 1,600 Gbit/s per node; the table of the H100 states no network. "PURE" rows send
+    gradients in bfloat16, "DEFAULT" rows in float32.
+    """
+    layers, width, heads = shape
+    pure = device == "A100-40" or ("70B" in name and device == "A100-80")
+    hopper = device == "H100"
+    row = name.split(",", maxsplit=1)[0].removeprefix("MPT-").lower()
+    return PublishedRun(
+        name=name,
+        year=2023,
+        software="llm-foundry",
+        layers=layers,
+        width=width,
+        heads=heads,
+        kv_heads=heads,
+        feed_forward=4 * width,
+        gated=False,
+        vocabulary=50368,
+        tied=True,
+        sequence=2048,
+        device=device,
+        devices=devices,
+        fabric="InfiniBand NDR class" if hopper else "RoCE",
+        fabric_gbit=400 if hopper else 200,
+        fabric_published=not hopper,
+        data=devices,
+        micro_batch=micro_batch,
+        recompute=recompute,
+        gradient_bytes=2 if pure else 4,
+        batch_tokens=batch_tokens,
+        value=tokens_per_second,
+        unit="tokens/s/device",
+        mfu=mfu,
+        source=_LLM_FOUNDRY,
+        where=f"Table {device}, row {row}, {devices} GPUs, sequence 2048",
+    )
+
+
+_MPT_1B, _MPT_7B, _MPT_13B, _MPT_30B, _MPT_70B = (
+    (24, 2048, 16),
+    (32, 4096, 32),
+    (40, 5120, 40),
+    (48, 7168, 56),
+    (80, 8192, 64),
+)
+
+
+def _llama(size: Literal["8B", "70B", "405B"]) -> dict[str, int | bool]:
+    """Return the shape of a Llama 3 model (table 3 of the paper)."""
+    layers, width, heads, feed_forward = {
+        "8B": (32, 4096, 32, 14336),
+        "70B": (80, 8192, 64, 28672),
+        "405B": (126, 16384, 128, 53248),
+    }[size]
+    return {
+        "layers": layers,
+        "width": width,
+        "heads": heads,
+        "kv_heads": 8,
+        "feed_forward": feed_forward,
+        "gated": True,
+        "vocabulary": 128256,
+        "tied": False,
+    }
+
+
+def _titan(
+    size: Literal["8B", "70B"],
+    device: str,
+    devices: int,
+    micro_batch: int,
+    tokens_per_second: float,
+    recompute: Recompute,
+    where: str,
+    mfu: float | None = None,
+) -> PublishedRun:
+    """Return a row of torchtitan's tables: `fully_shard` over all ranks, float32 gradients."""
+    hopper = device.startswith("H100")
+    return PublishedRun(
+        name=f"Llama 3 {size}, {devices} {device.split('-', maxsplit=1)[0]}",
+        year=2024,
+        software="torchtitan, compiled" if hopper else "torchtitan",
+        sequence=8192,
+        device=device,
+        devices=devices,
+        fabric="RDMA, 400 Gbit/s" if hopper else "InfiniBand HDR class",
+        fabric_gbit=400 if hopper else 200,
+        fabric_published=hopper,
+        data=devices,
+        micro_batch=micro_batch,
+        recompute=recompute,
+        gradient_bytes=4,
+        batch_tokens=devices * micro_batch * 8192,
+        value=tokens_per_second,
+        unit="tokens/s/device",
+        mfu=mfu,
+        source=_TITAN_H100 if hopper else _TITAN_A100,
+        where=where,
+        note="These H100 run at 500 W instead of 700 W." if hopper else "",
+        **_llama(size),  # type: ignore[arg-type]
+    )
+
+
+def _meta_405b(devices: int, data: int, tflops: float, mfu: float) -> PublishedRun:
+    """Return a row of table 4 of the Llama 3 paper, without context parallelism."""
+    return PublishedRun(
+        name=f"Llama 3 405B, {devices:,} H100",
+        year=2024,
+        software="Meta",
+        sequence=8192,
+        device="H100",
+        devices=devices,
+        fabric="RoCE, 400 Gbit/s",
+        fabric_gbit=400,
+        fabric_published=True,
+        zero=2,
+        data=data,
+        tensor=8,
+        pipeline=16,
+        micro_batch=1,
+        gradient_bytes=4,
+        batch_tokens=2048 * 8192,
+        value=tflops,
+        unit="TFLOP/s/device",
+        convention="model",
+        mfu=mfu,
+        source=_LLAMA3,
+        where="Table 4; section 3.3.2",
+        note=(
+            "Interleaved schedule with an unstated number of chunks, so this row assumes none. "
+            "The micro-batch is not stated; 1 is assumed. Weights stay gathered after the forward pass: ZeRO-2."
+        ),
+        **_llama("405B"),  # type: ignore[arg-type]
+    )
+
+
+def _gpt3(
+    name: str,
+    software: str,
+    year: int,
+    device: str,
+    devices: int,
+    value: float,
+    unit: Unit,
+    source: str,
+    where: str,
+    *,
+    batch: int,
+    data: int,
+    micro_batch: int = 1,
+    zero: int = 0,
+    tensor: int = 1,
+    pipeline: int = 1,
+    chunks: int = 1,
+    fabric_gbit: float = 200,
+    fabric_published: bool = True,
+    recompute: Recompute = "full",
+    gradient_bytes: int = 2,
+    convention: Convention = "none",
+    mfu: float | None = None,
+    shape: tuple[int, int, int] = (96, 12288, 96),
+    kv_heads: int | None = None,
+    vocabulary: int = 51200,
+    tied: bool = True,
+    sequence: int = 2048,
+    fabric: str = "InfiniBand HDR",
+    flash_attention: bool = False,
+    note: str = "",
+) -> PublishedRun:
+    """Return a run of a GPT-3-like model: ungated feed-forward layers of four times the width."""
+    layers, width, heads = shape
+    return PublishedRun(
+        name=name,
+        year=year,
+        software=software,
+        layers=layers,
+        width=width,
+        heads=heads,
+        kv_heads=kv_heads or heads,
+        feed_forward=4 * width,
+        gated=False,
+        vocabulary=vocabulary,
+        tied=tied,
+        sequence=sequence,
+        flash_attention=flash_attention,
+        device=device,
+        devices=devices,
+        fabric=fabric,
+        fabric_gbit=fabric_gbit,
+        fabric_published=fabric_published,
+        zero=zero,
+        data=data,
+        tensor=tensor,
+        pipeline=pipeline,
+        chunks=chunks,
+        micro_batch=micro_batch,
+        recompute=recompute,
+        gradient_bytes=gradient_bytes,
+        batch_tokens=batch * sequence,
+        value=value,
+        unit=unit,
+        convention=convention,
+        mfu=mfu,
+        source=source,
+        where=where,
+        note=note,
+    )
+
+
+def _megatron(
+    name: str, devices: int, tflops: float, *, shape: tuple[int, int, int] = (96, 12288, 96), **plan: int
+) -> PublishedRun:
+    """Return a row of table 2 of Narayanan et al. (2021): Selene, A100 80 GB, full recomputation."""
+    return _gpt3(
+        name,
+        "Megatron-LM",
+        2021,
+        "A100-80",
+        devices,
+        tflops,
+        "TFLOP/s/device",
+        _MEGATRON,
+        "Table 2; equation 3; section 5",
+        convention="hardware, Megatron",
+        shape=shape,
+        note="The number of chunks of the interleaved schedule is not stated; 1 is assumed."
+        if plan.get("pipeline", 1) > 1
+        else "ZeRO-3 by DeepSpeed, 2021.",
+        **plan,  # type: ignore[arg-type]
+    )
+
+
+PUBLISHED_RUNS: tuple[PublishedRun, ...] = (
+    _gpt3(
+        "GPT-2 124M, 8 A100",
+        "nanoGPT",
+        2022,
+        "A100-40",
+        8,
+        600_000 * 491_520 / (4 * 86_400) / 8,
+        "tokens/s/device",
+        "https://github.com/karpathy/nanoGPT",
+        "README, 'reproducing GPT-2'; config/train_gpt2.py",
+        batch=480,
+        data=8,
+        micro_batch=12,
+        fabric="none, one node",
+        fabric_gbit=0,
+        recompute="none",
+        gradient_bytes=4,
+        shape=(12, 768, 12),
+        vocabulary=50304,
+        sequence=1024,
+        flash_attention=True,
+        note="300 billion tokens in 'about 4 days': a coarse figure, which includes the evaluations.",
+    ),
+    PublishedRun(
+        name="TinyLlama 1.1B, 16 A100",
+        year=2023,
+        software="lit-gpt",
+        layers=22,
+        width=2048,
+        heads=32,
+        kv_heads=4,
+        feed_forward=5632,
+        gated=True,
+        vocabulary=32000,
+        tied=False,
+        sequence=2048,
+        device="A100-40",
+        devices=16,
+        fabric="InfiniBand HDR class",
+        fabric_gbit=200,
+        fabric_published=False,
+        data=16,
+        micro_batch=8,
+        gradient_bytes=2,
+        batch_tokens=1024 * 2048,
+        value=24_000,
+        unit="tokens/s/device",
+        mfu=56,
+        source="https://github.com/jzhang38/TinyLlama",
+        where="README, 'Training Details' and 'Blazingly Fast'; pretrain/tinyllama.py",
+    ),
+    _mpt("MPT-1B, 128 A100", _MPT_1B, "A100-40", 128, 10, 2621440, 18647, 54.41, "none"),
+    _mpt("MPT-7B, 8 A100", _MPT_7B, "A100-80", 8, 6, 196608, 4641, 64.23, "none"),
+    _mpt("MPT-7B, 128 A100", _MPT_7B, "A100-40", 128, 18, 4718592, 3623, 50.14, "full"),
+    _mpt("MPT-30B, 128 A100", _MPT_30B, "A100-40", 128, 6, 1572864, 865, 52.25, "full"),
+    _mpt("MPT-70B, 64 A100", _MPT_70B, "A100-80", 64, 8, 4194304, 410, 53.33, "full"),
+    _mpt("MPT-1B, 64 H100", _MPT_1B, "H100", 64, 20, 2621440, 44402, 40.85, "none"),
+    _mpt("MPT-13B, 64 H100", _MPT_13B, "H100", 64, 2, 262144, 4800, 39.86, "none"),
+    _mpt("MPT-70B, 64 H100", _MPT_70B, "H100", 64, 8, 4194304, 1039, 42.57, "full"),
+    _titan("8B", "A100-80", 64, 1, 2973, "selective", "Table 'Llama 3', row 8B, selective op", 58.2),
+    _titan("70B", "A100-80", 64, 1, 331, "full", "Table 'Llama 3', row 70B, full", 51.7),
+    _titan("8B", "H100", 8, 2, 6667, "selective", "Table 1, FSDP + torch.compile"),
+    _titan("8B", "H100", 128, 2, 6514, "selective", "Table 3, FSDP + torch.compile"),
+    _gpt3(
+        "GPT-NeoX-20B, 96 A100",
+        "GPT-NeoX",
+        2022,
+        "A100-40",
+        96,
+        117,
+        "TFLOP/s/device",
+        "https://arxiv.org/abs/2204.06745",
+        "Sections 2.3 and 3; configs/20B.yml of EleutherAI/gpt-neox",
+        batch=1536,
+        data=12,
+        micro_batch=4,
+        zero=1,
+        tensor=2,
+        pipeline=4,
+        fabric_gbit=100,
+        shape=(44, 6144, 64),
+        vocabulary=50432,
+        tied=False,
+        convention="hardware, Megatron",
+        note="Four 200 Gbit/s adapters for eight GPUs. The FLOP count is that of the repository's log.",
+    ),
+    _gpt3(
+        "BLOOM 176B, 384 A100",
+        "Megatron-DeepSpeed",
+        2022,
+        "A100-80",
+        384,
+        150,
+        "TFLOP/s/device",
+        "https://github.com/bigscience-workshop/bigscience/tree/master/train/tr11-176B-ml",
+        "README, 'Replica setup' and 'Throughput'; tr11-176B-ml.slurm; notion page 'BigScience 176B Model'",
+        batch=2048,
+        data=8,
+        micro_batch=2,
+        zero=1,
+        tensor=4,
+        pipeline=12,
+        fabric="Omni-Path",
+        fabric_gbit=50,
+        shape=(70, 14336, 112),
+        vocabulary=250880,
+        convention="hardware, 8 N",
+        note="Four 100 Gbit/s links for eight GPUs. 'About 150 TFLOPs'.",
+    ),
+    _megatron("GPT-3 175B ZeRO-3, 384 A100", 384, 144, batch=1536, data=384, micro_batch=4, zero=3),
+    _megatron("GPT-3 175B ZeRO-3, 1,536 A100", 1536, 44, batch=1536, data=1536, micro_batch=1, zero=3),
+    _megatron("GPT-3 175B, 384 A100", 384, 153, batch=1536, data=4, tensor=8, pipeline=12),
+    _megatron("GPT-3 175B, 1,536 A100", 1536, 141, batch=1536, data=16, tensor=8, pipeline=12),
+    _megatron("GPT 530B, 2,240 A100", 2240, 159, shape=(105, 20480, 128), batch=2240, data=8, tensor=8, pipeline=35),
+    _gpt3(
+        "MT-NLG 530B, 3,360 A100",
+        "Megatron-DeepSpeed",
+        2022,
+        "A100-80",
+        3360,
+        44.4,
+        "step seconds",
+        "https://arxiv.org/abs/2201.11990",
+        "Section 2.4",
+        batch=1920,
+        data=12,
+        tensor=8,
+        pipeline=35,
+        shape=(105, 20480, 128),
+        vocabulary=50272,
+        note="The micro-batch is not stated; 1 is assumed. The paper names no ZeRO stage for these times.",
+    ),
+    _gpt3(
+        "GPT-3 175B, 128 H100",
+        "NeMo",
+        2024,
+        "H100",
+        128,
+        8.309,
+        "step seconds",
+        f"{_DGXC}/0b71cfda5163540778e2a3d2db59858bf62f96f7/nemo_megatron/README_175b.md",
+        "Table BF16, 128x H100; gpt3_175b_hydra.yaml",
+        batch=256,
+        data=4,
+        zero=1,
+        tensor=4,
+        pipeline=8,
+        chunks=12,
+        fabric="InfiniBand NDR class",
+        fabric_gbit=400,
+        fabric_published=False,
+        recompute="none",
+        flash_attention=True,
+        mfu=53.54,
+    ),
+    _gpt3(
+        "GPT-3 175B, 2,048 H100",
+        "NeMo",
+        2024,
+        "H100",
+        2048,
+        8.49,
+        "step seconds",
+        f"{_DGXC}/0b71cfda5163540778e2a3d2db59858bf62f96f7/nemo_megatron/README_175b.md",
+        "Table BF16, 2048x H100; gpt3_175b_hydra.yaml",
+        batch=4096,
+        data=64,
+        zero=1,
+        tensor=4,
+        pipeline=8,
+        chunks=12,
+        fabric="InfiniBand NDR class",
+        fabric_gbit=400,
+        fabric_published=False,
+        recompute="none",
+        flash_attention=True,
+        mfu=52.40,
+    ),
+    _gpt3(
+        "Nemotron-4 340B, 1,024 H100",
+        "NeMo",
+        2024,
+        "H100",
+        1024,
+        4.73,
+        "step seconds",
+        f"{_DGXC}/143b90dd91f9be958fed4773ae95d941a3356a82/nemotron/README_340b.md",
+        "Table BF16, 1024x H100; nemotron4-340b-synth.yaml",
+        batch=256,
+        data=16,
+        zero=1,
+        tensor=8,
+        pipeline=8,
+        chunks=12,
+        fabric="InfiniBand NDR class",
+        fabric_gbit=400,
+        fabric_published=False,
+        recompute="selective",
+        flash_attention=True,
+        shape=(96, 18432, 96),
+        kv_heads=8,
+        vocabulary=256000,
+        tied=False,
+        sequence=4096,
+        mfu=53.98,
+        note="Selective recomputation of attention, which flash attention performs in any case.",
+    ),
+    _meta_405b(8192, 64, 430, 43),
+    _meta_405b(16384, 128, 400, 41),
+)
+
+
+def _nemo_llama(
+    size: Literal["8B", "70B", "405B"],
+    devices: int,
+    seconds: float,
+    mfu: float,
+    *,
+    batch: int,
+    tensor: int = 1,
+    pipeline: int = 1,
+    chunks: int = 1,
+) -> PublishedRun:
+    """Return a row of NVIDIA's Llama 3.1 tables in BF16: two context-parallel ranks, micro-batch 1."""
+    return PublishedRun(
+        name=f"Llama 3.1 {size}, {devices:,} H100",
+        year=2024,
+        software="NeMo",
+        sequence=8192,
+        device="H100",
+        devices=devices,
+        fabric="InfiniBand NDR class",
+        fabric_gbit=400,
+        fabric_published=False,
+        zero=1,
+        data=devices // (2 * tensor * pipeline),
+        tensor=tensor,
+        pipeline=pipeline,
+        chunks=chunks,
+        context=2,
+        micro_batch=1,
+        batch_tokens=batch * 8192,
+        value=seconds,
+        unit="step seconds",
+        mfu=mfu,
+        source=f"{_DGXC}/143b90dd91f9be958fed4773ae95d941a3356a82/llama3.1/README_{size.lower()}.md",
+        where=f"Table BF16, {devices}x H100",
+        **_llama(size),  # type: ignore[arg-type]
+    )
+
+
+CONTEXT_PARALLEL_RUNS: tuple[PublishedRun, ...] = (
+    _nemo_llama("8B", 128, 13.10, 58.51, batch=2048),
+    _nemo_llama("70B", 64, 14.72, 54.10, batch=128, tensor=4, pipeline=4, chunks=5),
+    _nemo_llama("70B", 2048, 14.98, 53.38, batch=4096, tensor=4, pipeline=4, chunks=5),
+    _nemo_llama("405B", 2304, 17.62, 54.45, batch=1008, tensor=8, pipeline=9, chunks=7),
+)
