@@ -21,12 +21,14 @@ from torch.distributed.algorithms.model_averaging.averagers import PeriodicModel
 from torch.distributed.algorithms.model_averaging.utils import average_parameters
 from torch.nn.parallel import DistributedDataParallel
 
-from ddp_tutorial.accumulation.precision import Precision
+from ddp_tutorial.accumulation.precision import NotFiniteError, Precision
 from ddp_tutorial.checkpoint.manifest import CheckpointError, checkpoint_name, read_manifest
 from ddp_tutorial.checkpoint.storage import read_state, stored
 from ddp_tutorial.collectives import digest
+from ddp_tutorial.compat import default_store
 from ddp_tutorial.ddp.link import DirectLink
 from ddp_tutorial.local_sgd.averaging import average
+from ddp_tutorial.local_sgd.config import LocalConfig
 from ddp_tutorial.local_sgd.outer import OuterNesterov
 from ddp_tutorial.local_sgd.rounds import Rounds
 from ddp_tutorial.local_sgd.state import LocalWeightsState
@@ -125,10 +127,10 @@ def loss_sum(model: nn.Module, batch: Any) -> tuple[torch.Tensor, int]:
     return ((model(x, shifted) - y) ** 2).sum(), len(x)
 
 
-def batches_of(step: int, rank: int, parts: int = 1, alike: bool = False) -> list[Any]:
-    """Return ragged batches. Only rank 0 uses `shift`, or all ranks if the batches are `alike`."""
+def batches_of(step: int, rank: int, parts: int = 1, alike: bool = False, equal: bool = False) -> list[Any]:
+    """Return ragged batches, or `equal` ones. Only rank 0 uses `shift`, or all ranks if the batches are `alike`."""
     generator = torch.Generator().manual_seed(1000 * step + rank)
-    counts = [1 + (2 * rank + number + step) % 4 for number in range(parts)]
+    counts = [3 if equal else 1 + (2 * rank + number + step) % 4 for number in range(parts)]
     draw = [torch.randn(2, count, WIDTH, generator=generator) for count in counts]
     return [(x, y, alike or rank == 0) for x, y in draw]
 
@@ -159,7 +161,8 @@ def definition(
         batches = [batches_of(step, rank, parts) for rank in range(size)]
         count = sum(len(x) for each in batches for x, _, _ in each)
         for model, each in zip(models, batches, strict=True):
-            torch.stack([size * loss_sum(model, batch)[0] / count for batch in each]).sum().backward()
+            divisor = count / size if step < begin else sum(len(x) for x, _, _ in each)
+            torch.stack([loss_sum(model, batch)[0] / divisor for batch in each]).sum().backward()
         replicas = list(zip(*map(trained_of, models), strict=True))
         if step < begin:
             for replica in replicas:
@@ -202,7 +205,7 @@ CASES: list[Case] = [
 ]
 
 
-def train(world: World, case: Case, alike: bool = False) -> dict[str, Any]:
+def train(world: World, case: Case, alike: bool = False, equal: bool = False) -> dict[str, Any]:
     kind, optimizer, length, begin, (rate, momentum), parts = case
     local: dict[str, Any] = {"round": length, "begin": begin}
     local |= {"outer_learning_rate": rate, "outer_momentum": momentum} if kind == "diloco" else {}
@@ -215,7 +218,7 @@ def train(world: World, case: Case, alike: bool = False) -> dict[str, Any]:
     transfers = watched(strategy.link)
     history, losses = [], []
     for step in range(STEPS):
-        totals = strategy.backward(batches_of(step, world.rank, parts, alike))
+        totals = strategy.backward(batches_of(step, world.rank, parts, alike, equal))
         precision.update(stepped, 1e9, totals.sums["loss"], strategy.norm)
         history.append(weights_of(model))
         losses.append(totals.means()["loss"])
@@ -260,23 +263,14 @@ def torchs_own(world: World, optimizer: str, length: int, begin: int) -> list[We
     for step in range(STEPS):
         count = sum(len(x) for rank in range(world.size) for x, _, _ in batches_of(step, rank))
         for batch in batches_of(step, world.rank, alike=True):
-            (world.size * loss_sum(wrapped, batch)[0] / count).backward()
+            total, own = loss_sum(wrapped, batch)
+            (total / (count / world.size if step < begin else own)).backward()
         made.step()
         if not begin:
             averager.average_parameters(trained_of(model))
         made.zero_grad()
         history.append(weights_of(model))
     return history
-
-
-def not_finite(world: World) -> list[float]:
-    """Make only the last rank's gradient non-finite."""
-    config = TrainConfig(strategy="local_sgd")
-    strategy = make_strategy(config, make_toy(), world, loss_sum)
-    return [
-        float(strategy.norm([torch.tensor([3.0, 4.0])])),
-        float(strategy.norm([torch.tensor([1.0, torch.inf if world.rank == world.size - 1 else 0.0])])),
-    ]
 
 
 def averaged_by_both(world: World) -> list[torch.Tensor]:
@@ -291,8 +285,8 @@ def averaged_by_both(world: World) -> list[torch.Tensor]:
 
 def several(world: World) -> dict[Any, Any]:
     found: dict[Any, Any] = {case: train(world, case) for case in CASES}
+    found["equal"] = train(world, CASES[0], equal=True)
     if world.size > 1:
-        found["norms"] = not_finite(world)
         found["theirs"] = {case: torchs_own(world, *case[1:4]) for case in (CASES[1], CASES[4])}
         found["ours"] = {case: train(world, case, alike=True)["history"] for case in found["theirs"]}
         found["averaged"] = averaged_by_both(world)
@@ -339,12 +333,12 @@ def test_rounds_of_one_plain_sgd_step_are_data_parallelism(size: int) -> None:
     model = make_toy()
     optimizer = MAKE["plain"](trained_of(model))
     for step in range(STEPS):
-        pairs = [loss_sum(model, batch) for rank in range(size) for batch in batches_of(step, rank)]
+        pairs = [loss_sum(model, batch) for rank in range(size) for batch in batches_of(step, rank, equal=True)]
         (torch.stack([total for total, _ in pairs]).sum() / sum(count for _, count in pairs)).backward()
         optimizer.step()
         optimizer.zero_grad()
     for rank in trained(size):
-        assert far(rank[CASES[0]]["history"][-1], weights_of(model)) < 2e-5
+        assert far(rank["equal"]["history"][-1], weights_of(model)) < 2e-5
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
@@ -381,9 +375,10 @@ def test_counted_bytes_equal_planned_bytes(size: int) -> None:
             is_within = bool(
                 rounds.local_steps(STEPS)
             )  # then `full_parameters` has averaged once more, after the count
-            # Whether the gradient is finite, and the used parameters.
-            small = STEPS * 4 + begin * 4 * len(trained_of(make_toy()))
-            assert rank[case]["large"] == ([nbytes] * expected if size > 1 else []), case
+            averages = expected - begin + is_within  # with whether a gradient was not finite, in one number
+            small = averages * 4 + begin * 4 * len(trained_of(make_toy()))  # and the used parameters
+            sizes = [nbytes] * begin + [nbytes + 4] * (expected - begin)
+            assert rank[case]["large"] == (sizes if size > 1 else []), case
             assert rank[case]["sent"] == pytest.approx(
                 2 * (size - 1) / size * ((expected + is_within) * nbytes + small), abs=10 * STEPS
             ), kind
@@ -395,15 +390,147 @@ def test_evaluation_uses_the_mean_and_training_continues_with_own_weights(size: 
         for rank in trained(size):
             assert rank[case]["is_as_before"], case
             assert rank[case]["seen"][1] == trained(size)[0][case]["seen"][0], case
-            assert rank[case]["losses"] == trained(size)[0][case]["losses"]
+            ends = [step for step in range(STEPS) if not Rounds(*case[2:4]).local_steps(step + 1)]
+            for step in ends:  # within a round, each rank knows its own loss only
+                assert rank[case]["losses"][step] == trained(size)[0][case]["losses"][step]
 
 
-@pytest.mark.parametrize("size", [2, 3, 4])
-def test_a_non_finite_gradient_on_one_rank_is_known_to_all_ranks(size: int) -> None:
-    for rank in trained(size):
-        finite, other = rank["norms"]
-        assert finite == 5
-        assert math.isnan(other)
+# ------------------------------------------------------------------------------------------- communication in a round
+
+COLLECTIVES = [
+    *("all_gather", "all_gather_into_tensor", "all_gather_object", "all_reduce", "all_to_all_single", "barrier"),
+    *("batch_isend_irecv", "broadcast", "broadcast_object_list", "gather_object", "irecv", "isend", "recv"),
+    *("reduce_scatter_tensor", "send"),
+]
+ROUND = 4
+
+
+def counted_collectives(world: World, kind: str) -> list[list[str]]:
+    """Return the names of the collectives of each step of two rounds, without those of the first step."""
+    strategy = make_strategy(TrainConfig(strategy=kind, local=LocalConfig(round=ROUND)), make_toy(), world, loss_sum)
+    precision, called = Precision(world=world), list[str]()
+    optimizer = strategy.setup_optimizer(MAKE["adamw"](trained_of(strategy.module)))  # type: ignore[attr-defined]
+    steps = []
+    with pytest.MonkeyPatch.context() as patch:
+        for name in COLLECTIVES:
+            real = getattr(dist, name)
+
+            def call(*args: Any, _name: str = name, _real: Any = real, **named: Any) -> Any:
+                called.append(_name)
+                return _real(*args, **named)
+
+            patch.setattr(dist, name, call)
+        for step in range(2 * ROUND):
+            totals = strategy.backward(batches_of(step, world.rank), stop_flags=float(step == 1 and world.rank == 1))
+            precision.update(optimizer, 1.0, totals.sums["loss"], strategy.norm)
+            steps.append([*called, f"stop flags {totals.stop_flags:g}"])
+            called.clear()
+    return steps[1:]
+
+
+def alone_in_a_round(world: World) -> int:
+    """Rank 1 starts its steps after rank 0 has taken all but one of its round, so no step may wait for rank 1."""
+    strategy = make_strategy(
+        TrainConfig(strategy="diloco", local=LocalConfig(round=ROUND)), make_toy(), world, loss_sum
+    )
+    precision = Precision(world=world)
+    optimizer = strategy.setup_optimizer(MAKE["adamw"](trained_of(strategy.module)))  # type: ignore[attr-defined]
+    store = default_store()
+    for step in range(2 * ROUND):
+        if world.rank == 1 and step == ROUND:
+            store.wait(["rank 0 is ahead"])
+        totals = strategy.backward(batches_of(step, world.rank))
+        precision.update(optimizer, 1.0, totals.sums["loss"], strategy.norm)
+        if world.rank == 0 and step == 2 * ROUND - 2:
+            store.set("rank 0 is ahead", "yes")
+    return strategy.local_steps  # type: ignore[attr-defined]
+
+
+def overflowing(world: World, kind: str, bad_step: int, evaluate_at: int = 0) -> tuple[int, str]:
+    """Train while the last rank's gradient is not finite in one step; return the steps that succeeded and the error."""
+
+    def loss(model: nn.Module, batch: Any) -> tuple[torch.Tensor, int]:
+        total, count = loss_sum(model, batch)
+        return total * (math.inf if done + 1 == bad_step and world.rank == world.size - 1 else 1), count
+
+    done = 0
+    local = LocalConfig(round=ROUND, begin=2 if kind == "post_local_sgd" else 0)
+    strategy = make_strategy(TrainConfig(strategy=kind, local=local), make_toy(), world, loss)
+    optimizer = strategy.setup_optimizer(MAKE["adamw"](trained_of(strategy.module)))  # type: ignore[attr-defined]
+    precision = Precision(world=world)
+    try:
+        while done < 3 * ROUND:
+            totals = strategy.backward(batches_of(done, world.rank))
+            precision.update(optimizer, 1.0, totals.sums["loss"], strategy.norm)
+            done += 1
+            assert all(bool(p.isfinite().all()) for p in strategy.module.parameters())  # type: ignore[attr-defined]
+            if done == evaluate_at:
+                with strategy.full_parameters():
+                    pass
+    except NotFiniteError as error:
+        return done, str(error)
+    return done, ""
+
+
+OVERFLOWS = {  # strategy, the step that overflows, the step after which the model is evaluated -> successful steps
+    ("local_sgd", 2, 0): 3,
+    ("local_sgd", ROUND, 0): 3,
+    ("diloco", ROUND + 1, 0): 7,
+    ("diloco", ROUND + 1, ROUND + 2): 6,
+    ("post_local_sgd", 3, 0): 5,
+    ("local_sgd", 99, 0): 3 * ROUND,
+}
+
+
+def communicating(world: World) -> dict[Any, Any]:
+    found: dict[Any, Any] = {kind: counted_collectives(world, kind) for kind in ("local_sgd", "diloco")}
+    found["alone"] = alone_in_a_round(world)
+    found["errors"] = {case: overflowing(world, *case) for case in OVERFLOWS}
+    found["repeated"] = [digest(train(world, CASES[6])["history"][-1]) for _ in range(2)]
+    return found
+
+
+@cache
+def communicated(size: int) -> list[dict[Any, Any]]:
+    return launch(communicating, size, device="cpu", threads=1, echo=False, timeout=100)
+
+
+@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("kind", ["local_sgd", "diloco"])
+def test_ranks_communicate_only_in_the_last_step_of_a_round(size: int, kind: str) -> None:
+    """The last step sums the totals, averages the weights, and broadcasts the model's buffer."""
+    for rank in communicated(size):
+        last = ["all_reduce", "all_reduce", "broadcast"]
+        within = [["stop flags 0"]] * (ROUND - 1)
+        assert rank[kind] == [
+            *within[1:],
+            [*last, "stop flags 1"],
+            *within,
+            [*last, "stop flags 0"],
+        ]  # the flag of step 1 arrives at the end of the round
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_a_rank_does_not_wait_for_others_within_a_round(size: int) -> None:
+    assert [rank["alone"] for rank in communicated(size)] == [0] * size
+
+
+@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("case", OVERFLOWS)
+def test_all_ranks_raise_the_same_error_when_they_average(size: int, case: tuple[str, int, int]) -> None:
+    errors = [rank["errors"][case] for rank in communicated(size)]
+    assert errors == [errors[0]] * size
+    done, error = errors[0]
+    assert done == OVERFLOWS[case]
+    assert error.startswith(
+        f"step {case[1]}: the gradient on rank {size - 1} is not finite, first" if done < 12 else ""
+    )
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_a_round_is_bitwise_repeatable(size: int) -> None:
+    for rank in communicated(size):
+        assert rank["repeated"][0] == rank["repeated"][1]
 
 
 # --------------------------------------------------------------------------------------------------- the trainer

@@ -204,19 +204,30 @@ class StepLoss:
         Raises:
             ValueError: On all ranks, if the count is zero over all ranks, so that there is no mean.
         """
+        totals = self._receive()
+        self._correct(parameters, totals.counts[LOSS])
+        self._expect(totals)
+        return totals
+
+    def _receive(self) -> Totals:
+        """Return the totals that `reduce` started to sum."""
         assert self._summed is not None, "call reduce before finish"
         *numbers, stop_flags, path, squares = self._summed()
         self._summed = None
         sums, counts = (dict(zip(self.names, numbers[i::2], strict=True)) for i in range(2))
-        totals = Totals(sums, counts, stop_flags, same_path=self.world.size * squares == path**2)  # zero variance
-        count = totals.counts[LOSS]
-        if count == 0:
-            raise ValueError("the loss counted no elements on any rank in this step, so its mean is undefined")
-        if count != self.expected:
+        return Totals(sums, counts, stop_flags, same_path=self.world.size * squares == path**2)  # zero variance
+
+    def _correct(self, parameters: Iterable[nn.Parameter], count: float) -> None:
+        """Multiply the gradients by expected / `count`, unless `count` is zero."""
+        if count not in {0, self.expected}:
             gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
             multiply_(gradients, self.expected / count)
-            self.expected = _power_of_two(count)
-        return totals
+
+    def _expect(self, totals: Totals) -> None:
+        """Set the expected count of the next step. Raise `ValueError` if the count of all ranks is zero."""
+        if not totals.counts[LOSS]:
+            raise ValueError("the loss counted no elements on any rank in this step, so its mean is undefined")
+        self.expected = _power_of_two(totals.counts[LOSS])
 
     def state_dict(self) -> dict[str, float]:
         """Return the expected count, the same on all ranks. In float16, it determines which numbers overflow."""

@@ -28,7 +28,7 @@ LOG = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class StepResult:
-    """The result of a step, the same on all ranks.
+    """The result of a step, the same on all ranks; within a round of local SGD, that of this rank.
 
     Attributes:
         means: The means of the loss and of the metrics, by name.

@@ -4,17 +4,17 @@ Within a round, the weights of the ranks differ. Evaluation and export use the m
 round, every rank has this mean (with DiLoCo, the outer parameters). Within a round, the mean is computed on demand: the
 model is sent once more, and then each rank restores its own weights. Therefore, evaluating and saving do not affect
 the training. The last round of a run may be shorter. In that case, the model of the run is the mean, and DiLoCo takes
-no outer step. The training loss is computed by each rank with its own weights, and averaged over the samples of all
-ranks.
+no outer step.
 
 Any optimizer can be the inner optimizer. Its state belongs to one rank and is never averaged.
 
-The ranks still exchange a few numbers in every step, so that all ranks log the same loss, stop at the same step, and
-detect a gradient that is not finite. The loss and its metrics take tens of bytes, which are sent during the backward
-pass. One float is sent after it.
+Within a round, the ranks do not communicate at all, so the latency of the link does not matter. Each rank trains on its
+own mean loss, which is also the loss that it logs. In the last step of a round, the ranks exchange the totals of the
+loss and the stop flags, during the backward pass. A rank with a gradient that is not finite sends this information with
+its weights, and then all ranks raise the same error. Float16 is an exception: the ranks must agree on the loss scale,
+so they communicate in every step.
 """
 
-import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
@@ -23,15 +23,16 @@ import torch
 from torch import nn
 from torch.nn.utils import get_total_norm
 
-from ddp_tutorial.accumulation.loss import Loss, StepLoss, Totals
+from ddp_tutorial.accumulation.loss import Loss, Totals
 from ddp_tutorial.accumulation.micro_batches import accumulate
-from ddp_tutorial.accumulation.precision import Precision
+from ddp_tutorial.accumulation.precision import NotFiniteError, Precision
 from ddp_tutorial.accumulation.strategy import Part
-from ddp_tutorial.collectives import broadcast_tensors
+from ddp_tutorial.collectives import all_gather, broadcast_tensors
 from ddp_tutorial.ddp.link import Link
 from ddp_tutorial.ddp.wrappers import DataParallel, FlatDDP
 from ddp_tutorial.local_sgd.averaging import CountingLink, average
 from ddp_tutorial.local_sgd.config import LocalConfig
+from ddp_tutorial.local_sgd.loss import RoundLoss
 from ddp_tutorial.local_sgd.outer import OuterNesterov
 from ddp_tutorial.local_sgd.rounds import Rounds
 from ddp_tutorial.local_sgd.state import AveragedModelState, LocalOptimizerState, LocalWeightsState
@@ -43,11 +44,7 @@ class UnsyncedModel(DataParallel):
     """A replica that starts with rank 0's weights and never synchronizes. `.grad` is this rank's own gradient."""
 
     def finish(self) -> None:
-        """Do nothing: `.grad` is already this rank's gradient of the global mean loss, times the number of ranks.
-
-        For equal batches, this is the gradient of the rank's own mean loss. Uneven batches are weighted so that
-        averaging the weights after one SGD step equals averaging the gradients.
-        """
+        """Do nothing: `.grad` is already this rank's gradient of its own mean loss."""
 
 
 class LocalSGD:
@@ -81,8 +78,10 @@ class LocalSGD:
         self.rounds = Rounds(config.round, config.begin)
         self.link = self.counted = CountingLink(link, world)
         self.alone = UnsyncedModel(model, world)
-        self.loss = StepLoss(loss, world, precision)
+        self.loss = RoundLoss(loss, world, precision)
         self.updates = 0  # of the weights
+        self.exchanges_each_step = self.loss.precision.scale is not None
+        self._problem = ""  # describes the first gradient of this round on this rank that is not finite
         self._is_mean = False
 
     @property
@@ -109,18 +108,35 @@ class LocalSGD:
         return optimizer
 
     def backward(self, batches: Sequence[Any], stop_flags: float = 0.0) -> Totals:
-        """Compute the gradient of this rank, and return the loss totals of all ranks. Collective."""
+        """Compute the gradient of this rank's mean loss.
+
+        Returns:
+            In the last step of a round, the totals of all ranks. Collective. Otherwise, this rank's totals times the
+            number of ranks.
+        """
+        self.loss.is_local = True
+        self.loss.exchanges = self.exchanges_each_step or self.rounds.ends_round(self.updates + 1)
         return accumulate(self.alone, self.loss, batches, stop_flags)
 
     def norm(self, gradients: Sequence[torch.Tensor]) -> torch.Tensor:
-        """Return the norm of this rank's own gradient, for clipping. Collective.
+        """Return the norm of this rank's own gradient, for clipping.
 
-        The result is NaN on all ranks if the gradient is not finite on any rank.
+        A gradient that is not finite is replaced by zero, with a norm of zero, and all ranks raise an error when they
+        average their weights.
         """
         own = get_total_norm(gradients)
-        problems = (~own.isfinite()).to(torch.float32).reshape(1)
-        self.counted.all_reduce(problems, "is it finite?").wait()
-        return own if float(problems) == 0 else torch.full_like(own, math.nan)
+        if self.exchanges_each_step or own.isfinite():
+            return own
+        first = next(
+            (name for name, p in self.alone.trainable[::-1] if p.grad is not None and not _is_finite(p.grad)), ""
+        )
+        where = f"first in the backward pass for parameter {first!r}" if first else "because its norm overflowed"
+        self._problem = self._problem or (
+            f"step {self.updates + 1}: the gradient on rank {self.world.rank} is not finite, {where}"
+        )
+        for gradient in gradients:
+            gradient.zero_()
+        return torch.zeros_like(own)
 
     def _updated(self) -> None:
         self.updates += 1
@@ -129,11 +145,22 @@ class LocalSGD:
                 self.end_round()
 
     def end_round(self) -> None:
-        """Give all ranks the averaged weights and rank 0's buffers. Collective."""
+        """Give all ranks the averaged weights and rank 0's buffers. Collective.
+
+        Raises:
+            NotFiniteError: On all ranks, if the gradient of a rank was not finite since the last average.
+        """
         self._meet()
 
     def _meet(self) -> None:
-        average(self.world, self.counted, self._parameters)
+        parameters = self._parameters
+        problems = parameters[0].new_full((1,), float(bool(self._problem)))
+        average(self.world, self.counted, [*parameters, problems])
+        if problems.item():
+            descriptions = [each for each in all_gather(self.world, self._problem) if each]
+            raise NotFiniteError(
+                f"{'; '.join(descriptions)}. The ranks compare gradients when they average their weights"
+            )
         broadcast_tensors(self.world, list(self.module.buffers()))
 
     @property
@@ -196,9 +223,15 @@ class PostLocalSGD(LocalSGD):
         self.together = FlatDDP(model, world, self.counted, find_unused_parameters=True)
 
     def backward(self, batches: Sequence[Any], stop_flags: float = 0.0) -> Totals:
-        """Compute the gradient, averaged over the ranks in the first `begin` steps. Collective."""
-        model = self.together if self.updates < self.rounds.begin else self.alone
-        return accumulate(model, self.loss, batches, stop_flags)
+        """Compute the gradient, averaged over the ranks in the first `begin` steps, which are collective."""
+        if self.updates >= self.rounds.begin:
+            return super().backward(batches, stop_flags)
+        self.loss.is_local, self.loss.exchanges = False, True
+        return accumulate(self.together, self.loss, batches, stop_flags)
+
+    def norm(self, gradients: Sequence[torch.Tensor]) -> torch.Tensor:
+        """Return the norm of the gradient. In the first `begin` steps, the gradient is the same on all ranks."""
+        return get_total_norm(gradients) if self.updates < self.rounds.begin else super().norm(gradients)
 
 
 class DiLoCo(LocalSGD):
@@ -224,3 +257,7 @@ class DiLoCo(LocalSGD):
     def checkpoint_components(self, optimizer: torch.optim.Optimizer) -> dict[str, Part]:
         """Return the components of `LocalSGD` and the state of the outer optimizer."""
         return super().checkpoint_components(optimizer) | {"outer": (self.outer, "replicated")}
+
+
+def _is_finite(tensor: torch.Tensor) -> bool:
+    return bool(tensor.isfinite().all())

@@ -23,7 +23,8 @@ class StopRequests:
     """Requests to stop that reach some rank, agreed by all ranks at the end of the same step.
 
     Each rank has a stop flag in every step. The flags are summed in the all-reduce of the loss (see
-    `accumulation.loss.StepLoss.reduce`), so agreement needs no additional all-reduce.
+    `accumulation.loss.StepLoss.reduce`), so agreement needs no additional all-reduce. In local SGD, the ranks agree in
+    the last step of a round, so a run stops at the end of a round.
     """
 
     def __init__(self, world: World, run: RunFolder) -> None:

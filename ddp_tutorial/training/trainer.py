@@ -25,10 +25,11 @@ from ddp_tutorial.accumulation.loss import LOSS, Loss
 from ddp_tutorial.checkpoint.checkpointer import Checkpointer
 from ddp_tutorial.checkpoint.components import Component, FunctionState, RandomState, Shared, require_unsharded
 from ddp_tutorial.checkpoint.resuming import ResumePoint, find_resume_point
-from ddp_tutorial.collectives import any_rank, assert_same, decide_on_rank_zero, digest
+from ddp_tutorial.collectives import any_rank, assert_same, decide_on_rank_zero, digest, from_rank_zero
 from ddp_tutorial.config import ConfigError
 from ddp_tutorial.files import RUNS, without_nan, write_json
 from ddp_tutorial.intervals import is_due, steps_between
+from ddp_tutorial.local_sgd.config import OPTIONS as LOCAL
 from ddp_tutorial.phases import phase
 from ddp_tutorial.processes.rank import progress
 from ddp_tutorial.rng import reseed
@@ -64,7 +65,7 @@ class TrainResult:
     """The result of a run. It is the same on every rank, except `rate`, which each rank measures itself."""
 
     run: Any  # the run folder, a Path
-    losses: list[float]  # of each step, a mean over all ranks
+    losses: list[float]  # of each step, a mean over all ranks; within a round of local SGD, rank 0's
     evaluations: dict[int, dict[str, float]]  # step -> name -> mean loss or metric on the validation samples
     rate: float  # the count of the loss (samples, tokens) per second
     weights: str  # a digest of all weights, to check whether runs are bitwise identical
@@ -336,11 +337,17 @@ class Trainer:
         """Save a checkpoint of the current step, and sync the log up to it."""
         self.train_step.strategy.sync_buffers()
         self.log.sync()
+        self.share_losses()
         with phase("save"), self.log.paused():
             means = self.best.evaluations.get(self.step_count, {})
             metrics = {f"eval_{name}": value for name, value in means.items()} | {"loss": self.log.losses[-1]}
             self.checkpoints.save(self.step_count, metrics)
         self.call_back(lambda callback: callback.on_save(self, self.step_count))
+
+    def share_losses(self) -> None:
+        """Give all ranks rank 0's losses: within a round of local SGD, each rank knows its own only. Collective."""
+        if self.config.strategy in LOCAL:
+            self.log.losses, self.log.count = from_rank_zero(self.world, (self.log.losses, self.log.count))
 
     def evaluate(self) -> dict[str, float]:
         """Evaluate the first `eval_samples` validation samples, log the mean loss and metrics, and return them."""
@@ -398,6 +405,7 @@ class Trainer:
         """
         self.stopping.close()
         self.train_step.strategy.sync_buffers()
+        self.share_losses()
         has_just_saved = self.is_due(self.save_every)
         if self.requested in {"save", "signal"} and not has_just_saved:
             self.save()

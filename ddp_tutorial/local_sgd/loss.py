@@ -1,0 +1,51 @@
+"""The loss of a rank that takes steps on its own: its own mean, and no communication before the end of a round."""
+
+from collections.abc import Iterable
+
+from torch import nn
+
+from ddp_tutorial.accumulation.loss import LOSS, Loss, Number, StepLoss, Totals
+from ddp_tutorial.accumulation.precision import Precision
+from ddp_tutorial.world import World
+
+
+class RoundLoss(StepLoss):
+    """A `StepLoss` that communicates only in steps with `exchanges`.
+
+    In the other steps, the totals are this rank's own, times the number of ranks, and stop flags are kept for the next
+    exchange.
+
+    Attributes:
+        exchanges: Whether the ranks sum their totals and stop flags in this step.
+        is_local: Whether the gradient is that of this rank's own mean loss, and not of the mean over all ranks.
+    """
+
+    def __init__(self, loss: Loss, world: World, precision: Precision | None = None) -> None:
+        """Start with a step in which the ranks exchange their totals."""
+        super().__init__(loss, world, precision)
+        self.exchanges, self.is_local = True, True
+        self._stop_flags = 0.0  # the largest since the last exchange
+
+    def reduce(self, stop_flags: float = 0.0, path: int = 0) -> None:
+        """Start the all-reduce of the totals and the stop flags. Collective in a step with `exchanges`."""
+        self._stop_flags = max(self._stop_flags, stop_flags)
+        if self.exchanges:
+            super().reduce(self._stop_flags, path)
+            self._stop_flags = 0.0
+            return
+        parts: list[Number] = [value for pair in self._parts.values() for value in pair]
+        self._summed = lambda: [*(self.world.size * float(value) for value in parts), 0.0, 0.0, 0.0]
+
+    def finish(self, parameters: Iterable[nn.Parameter]) -> Totals:
+        """Return the totals, and correct the gradients of `parameters` if the expected count was wrong.
+
+        Raises:
+            ValueError: In a step with `exchanges`, on all ranks, if the count is zero over all ranks.
+        """
+        if not self.is_local:
+            return super().finish(parameters)
+        self._correct(parameters, self.world.size * float(self._parts[LOSS][1]))
+        totals = self._receive()
+        if self.exchanges:
+            self._expect(totals)
+        return totals
