@@ -5,7 +5,7 @@ READY := .venv/ready
 # Where it is set, as in many containers, every rank of every test compiles this package anew.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: setup run lab check test test-python test-slow test-notebooks notebooks book bench clean help
+.PHONY: setup run lab check test test-python test-slow test-notebooks notebooks book wheel-check bench clean help
 setup: $(READY)  ## the virtual environment, .venv
 
 $(READY): pyproject.toml constraints.txt
@@ -55,6 +55,9 @@ notebooks: $(READY)  ## execute the notebooks whose source has changed, and save
 book: $(READY)  ## the documentation and the notebooks as a website, in book/_build/site; half a minute
 	$(BIN)/python book/generate.py && $(BIN)/python book/build.py
 
+wheel-check:  ## build the wheel, install it in an empty environment, and execute 00 there; five minutes
+	PYTHON=$(PYTHON) .ci/wheel-check
+
 bench: $(READY)  ## what the project claims about its own speed, measured
 	for name in launch overhead compile ddp buckets sources accumulation checkpoint scaling debug sharded pipeline cluster ranks peers; do $(BIN)/python -m ddp_tutorial bench $$name || exit; done
 
@@ -62,4 +65,4 @@ clean:  ## remove everything that the other targets have made, your runs and pas
 	rm -rf .venv runs notebooks/runs notebooks/deep_dives/runs notebooks/experiments/runs book/_build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
 
 help:  ## this list
-	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "%-11s%s\n", $$1, $$2}' Makefile
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "%-11s%s\n", $$1, $$2}' Makefile

@@ -45,6 +45,7 @@ for command in (
     logs.logs,
     project.run,
     project.notebooks,
+    project.copy_notebooks,
     project.stories,
     project.bench,
     project.reproduce,

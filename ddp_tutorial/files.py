@@ -14,6 +14,7 @@ import re
 import secrets
 import shutil
 import socket
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -26,9 +27,33 @@ from ddp_tutorial.config import ConfigError
 
 LOG = logging.getLogger(__name__)
 
+
+def _find_runs() -> Path:
+    """Return the folder of all runs, and print a message if it is not where a reader would expect it.
+
+    If the working directory is read-only, the folder is in the home directory. A notebook's kernel also changes its
+    working directory then, because the cells of some notebooks write to `runs/...` themselves.
+    """
+    named = os.environ.get("DDP_TUTORIAL_RUNS")
+    elsewhere = Path.home() / "ddp_tutorial"
+    if named or os.access("runs" if Path("runs").exists() else ".", os.W_OK) or not os.access(Path.home(), os.W_OK):
+        return Path(named or "runs")
+    print(f"{Path.cwd()} is read-only, so runs are written to {elsewhere / 'runs'}", file=sys.stderr)
+    os.environ["DDP_TUTORIAL_RUNS"] = str(elsewhere / "runs")
+    if "ipykernel" in sys.modules:
+        elsewhere.mkdir(exist_ok=True)
+        os.chdir(elsewhere)
+    return elsewhere / "runs"
+
+
 # The folder of all runs. A relative path starts at the working directory of the command or the notebook's kernel.
 # The environment variable also reaches ranks, sweep points and kernels; the option `--runs-dir` sets it.
-RUNS = Path(os.environ.get("DDP_TUTORIAL_RUNS") or "runs")
+RUNS = _find_runs()
+
+# The folder that contains `notebooks` and `data`: the package if it was installed from a wheel, otherwise the root of
+# the repository.
+PACKAGE = Path(__file__).parent
+PROJECT = PACKAGE if (PACKAGE / "notebooks").is_dir() else PACKAGE.parent
 
 Operation = Literal["write", "fsync", "rename", "remove", "read"]
 DiskObserver = Callable[[Operation, Path], object]

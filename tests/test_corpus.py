@@ -127,7 +127,7 @@ def test_stories_takes_a_number(argument: str) -> None:
 
 def test_a_missing_story_sample_is_reported_with_an_alternative(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(corpora, "STORIES", Path("/not/there"))
-    with pytest.raises(ConfigError, match="Outside the repository, use 'stories:3000'"):
+    with pytest.raises(ConfigError, match="Without it, use 'stories:3000'"):
         load_corpus("stories")
 
 

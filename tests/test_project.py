@@ -82,12 +82,3 @@ def test_every_direct_dependency_is_pinned_to_an_allowed_version(
 
 def test_pins_apply_to_cpus_and_gpus(pins: dict[str, Version]) -> None:
     assert [name for name, version in pins.items() if version.local] == []  # such as +cpu
-
-
-def test_every_folder_of_the_package_is_installed(root: Path) -> None:
-    settings = tomllib.loads((root / "pyproject.toml").read_text())["tool"]["setuptools"]
-    package = root / "ddp_tutorial"
-    assert settings["packages"]["find"] == {"include": [f"{package.name}*"]}  # folders without __init__.py too
-    kinds = {path.suffix for path in package.rglob("*") if path.is_file() and "__pycache__" not in path.parts}
-    shipped = {Path(pattern).suffix for patterns in settings["package-data"].values() for pattern in patterns}
-    assert kinds - {".py"} <= shipped

@@ -1,6 +1,7 @@
 """Commands for the project: the main job, notebooks, synthetic stories, benchmarks."""
 
 import json
+import shlex
 import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -30,6 +31,23 @@ def notebooks(paths: tuple[Path, ...], everything: bool) -> None:
     from ddp_tutorial.experiments.notebooks import refresh
 
     refresh(paths, everything=everything or bool(paths))
+
+
+@click.command(name="copy-notebooks")
+@click.argument("folder", type=click.Path(path_type=Path))
+def copy_notebooks(folder: Path) -> None:
+    """Copy the notebooks, without outputs, and their data to a new FOLDER.
+
+    The copies are yours to change. The command `notebooks` executes notebooks in place instead, so it is not the name
+    of this command.
+    """
+    from ddp_tutorial.experiments.notebooks import copy_notebooks
+
+    try:
+        copy_notebooks(folder)
+    except FileExistsError as error:
+        raise ConfigError(f"{error}; choose a new folder") from None
+    click.echo(f"Open the first one: jupyter lab {shlex.quote(str(folder / 'notebooks' / '00_quickstart.ipynb'))}")
 
 
 @click.command()

@@ -10,7 +10,6 @@ the 360 validation images, recorded in the run's result.json, is over 95 %.
 
 import sys
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import pyarrow.parquet
@@ -22,8 +21,9 @@ from torch.utils.data import TensorDataset
 
 from ddp_tutorial import TrainConfig, Trainer, TrainResult, World, make_source, run, synchronize_batch_norm
 from ddp_tutorial.config import from_arguments
+from ddp_tutorial.files import PROJECT
 
-DATA = Path(__file__).parents[2] / "data" / "digits"
+DATA = PROJECT / "data" / "digits"
 
 
 class Options(TrainConfig):

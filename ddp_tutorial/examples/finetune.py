@@ -9,7 +9,6 @@ The model is tiny and has random weights, so nothing is downloaded. To fine-tune
 """
 
 import sys
-from pathlib import Path
 from typing import Any
 
 import pyarrow.parquet
@@ -21,9 +20,10 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from ddp_tutorial import TrainConfig, Trainer, TrainResult, World, make_source, run
 from ddp_tutorial.config import from_arguments
+from ddp_tutorial.files import PROJECT
 from ddp_tutorial.sharding import as_samples
 
-DATA = Path(__file__).parents[2] / "data" / "stories"
+DATA = PROJECT / "data" / "stories"
 PADDING, IGNORED = 256, -100  # a token that is not a byte, and the label that the loss ignores
 
 

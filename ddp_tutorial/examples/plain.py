@@ -43,7 +43,8 @@ class BatchNorm(nn.BatchNorm2d):  # over all ranks, with equal batch sizes; nn.S
 
 def images(part: str) -> tuple[Tensor, Tensor]:
     """Return the images, with values from 0 to 1, and the digits of `train` or `held_out`."""
-    table = pyarrow.parquet.read_table(Path(__file__).parents[2] / "data" / "digits" / f"{part}.parquet")
+    folder = next(up / "data" for up in Path(__file__).parents if (up / "data").is_dir())  # of the repository or wheel
+    table = pyarrow.parquet.read_table(folder / "digits" / f"{part}.parquet")
     return torch.tensor(table["pixels"].to_pylist()).view(-1, 1, 8, 8) / 16, torch.tensor(table["digit"].to_pylist())
 
 

@@ -12,14 +12,19 @@ notebooks that only read their parameters (`execute`).
 import base64
 import hashlib
 import io
+import json
 import re
+import shutil
 from collections.abc import Iterator, Sequence
+from importlib.metadata import metadata
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from ddp_tutorial.config import ConfigError
+from ddp_tutorial.files import PACKAGE, PROJECT, directory_written_atomically
 from ddp_tutorial.processes.console import PROGRESS
 
-NOTEBOOKS = Path(__file__).parents[2] / "notebooks"
+NOTEBOOKS = PROJECT / "notebooks"
 CELL_TIMEOUT = 120  # seconds
 WIDGET = "application/vnd.jupyter.widget-view+json"
 
@@ -43,10 +48,15 @@ class Chapter(NamedTuple):
 def chapters() -> list[Chapter]:
     """Return all notebooks in the order of the README, which also defines the parts.
 
-    Notebooks that the README does not list come last, with an empty part. If there is no README, all notebooks do.
+    Notebooks that the README does not list come last, with an empty part. If there is no README, all notebooks do. The
+    README of an installed package is in its metadata.
     """
     readme = NOTEBOOKS.parent / "README.md"
-    named = list(_in_readme(readme.read_text(encoding="utf-8"))) if readme.is_file() else []
+    if PROJECT == PACKAGE:
+        text = metadata("ddp-tutorial")["Description"]
+    else:
+        text = readme.read_text(encoding="utf-8") if readme.is_file() else ""
+    named = list(_in_readme(text))
     paths = {chapter.path for chapter in named}
     return [*named, *(Chapter("", path, "") for path in find_notebooks() if path not in paths)]
 
@@ -66,9 +76,17 @@ def refresh(paths: Sequence[Path] = (), *, everything: bool = False) -> None:
     Args:
         paths: The notebooks. Defaults to all notebooks of the project.
         everything: Whether to execute notebooks with current outputs, too.
+
+    Raises:
+        ConfigError: If there are no `paths`, and the project's notebooks are part of an installed package.
     """
     import nbformat
 
+    if not paths and PROJECT == PACKAGE:
+        raise ConfigError(
+            "the notebooks of the installed package are not executed in place. To work with them, copy them to a new "
+            "folder: ddp-tutorial copy-notebooks FOLDER"
+        )
     for path in paths or find_notebooks():
         notebook = nbformat.read(path, as_version=4)
         if not everything and is_current(notebook):
@@ -77,7 +95,35 @@ def refresh(paths: Sequence[Path] = (), *, everything: bool = False) -> None:
         print(f"{path.name}: executing", flush=True)
         execute(notebook, path.parent)
         nbformat.write(notebook, path)
-        save_figures(notebook)
+        if path.resolve().is_relative_to(NOTEBOOKS):
+            save_figures(notebook)
+
+
+def copy_notebooks(folder: Path) -> None:
+    """Copy the notebooks to `folder/notebooks`, without outputs, and their data to `folder/data`.
+
+    Args:
+        folder: A new folder.
+
+    Raises:
+        FileExistsError: If the folder exists.
+    """
+    with directory_written_atomically(folder) as unfinished:
+        for path in find_notebooks():
+            copy = unfinished / "notebooks" / path.relative_to(NOTEBOOKS)
+            copy.parent.mkdir(parents=True, exist_ok=True)
+            copy.write_text(_without_outputs(path.read_text(encoding="utf-8")), encoding="utf-8")
+        shutil.copytree(PROJECT / "data", unfinished / "data")
+
+
+def _without_outputs(text: str) -> str:
+    """Return the text of a notebook file without outputs. Uses no packages that only notebooks need."""
+    notebook = json.loads(text)
+    notebook["metadata"].pop("ddp_tutorial", None)  # the digest that belongs to the outputs
+    for cell in notebook["cells"]:
+        if cell["cell_type"] == "code":
+            cell |= {"outputs": [], "execution_count": None}
+    return json.dumps(notebook, indent=1, ensure_ascii=False) + "\n"
 
 
 def save_figures(notebook: Any) -> None:

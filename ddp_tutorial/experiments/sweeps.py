@@ -34,11 +34,10 @@ from ddp_tutorial.experiments.execute import end_processes_of, execute, last_lin
 from ddp_tutorial.experiments.notebooks import NOTEBOOKS, source_digest
 from ddp_tutorial.experiments.parameter_check import resolve
 from ddp_tutorial.experiments.tables import FINISHED, FIXED, row_of, write_table
-from ddp_tutorial.files import RUNS, locked, write_json
+from ddp_tutorial.files import PACKAGE, RUNS, locked, write_json
 
 SWEEPS = RUNS / "sweeps"
 COMPARE = NOTEBOOKS / "experiments" / "compare.ipynb"
-PACKAGE = Path(__file__).parents[1]
 _FOLDER = re.compile(r"\w[\w.-]*")
 
 Grid = dict[str, list[Any]]
@@ -239,10 +238,17 @@ class Plan:
 def plan_sweep(notebook: Path, settings: Sequence[str], repeats: int = 1, name: str = "") -> Plan:
     """Return the points of a sweep, without writing anything.
 
+    Args:
+        notebook: The path of a notebook, or the name of one of the project's experiments, such as `train`.
+        settings: The values of each parameter; see `read_grid`.
+        repeats: The number of runs of each point.
+        name: The folder under `runs/sweeps/`. Defaults to the notebook's name.
+
     Raises:
         ConfigError: If the settings are invalid, or the notebook would reject a point.
     """
     grid = read_grid(settings)
+    notebook = _find(notebook)
     source = _read(notebook)
     parameters = parameters_in(source, notebook.name)
     reserved = [key for key in grid if key == "name" or key in FIXED]
@@ -265,10 +271,17 @@ def plan_sweep(notebook: Path, settings: Sequence[str], repeats: int = 1, name: 
     return Plan(notebook, folder, points)
 
 
+def _find(notebook: Path) -> Path:
+    """Return the path of a notebook, which may be the name of one of the project's experiments, such as `train`."""
+    experiments = {path.stem: path for path in sorted(COMPARE.parent.glob("*.ipynb"))}
+    if notebook.is_file():
+        return notebook
+    if str(notebook) in experiments:
+        return experiments[str(notebook)]
+    raise ConfigError(f"there is no notebook {str(notebook)!r}.{did_you_mean(notebook.stem, list(experiments))}")
+
+
 def _read(notebook: Path) -> Any:
-    if not notebook.is_file():
-        known = sorted(path.stem for path in COMPARE.parent.glob("*.ipynb"))
-        raise ConfigError(f"there is no notebook {str(notebook)!r}.{did_you_mean(notebook.stem, known)}")
     try:
         return nbformat.read(notebook, as_version=4)
     except Exception as error:  # nbformat raises many types, depending on the file's content

@@ -25,11 +25,11 @@ import pyarrow.parquet
 import torch
 
 from ddp_tutorial.config import ConfigError, did_you_mean
-from ddp_tutorial.files import RUNS, build_once
+from ddp_tutorial.files import PROJECT, RUNS, build_once
 from ddp_tutorial.sharding.stories import story
 from ddp_tutorial.sharding.token_files import map_tokens
 
-STORIES = Path(__file__).parents[2] / "data" / "stories"
+STORIES = PROJECT / "data" / "stories"
 
 # One in this many documents, chosen by its position in the list, belongs to the validation set.
 VALIDATION_EVERY = 20
@@ -156,7 +156,7 @@ def _read_stories(argument: str) -> list[bytes]:
     if not argument:
         if not STORIES.is_dir():
             raise ConfigError(
-                "corpus 'stories' requires data/stories of the repository. Outside the repository, use 'stories:3000'."
+                "corpus 'stories' requires the folder data/stories of the repository. Without it, use 'stories:3000'."
             )
         tables = [pyarrow.parquet.read_table(path) for path in sorted(STORIES.glob("*.parquet"))]
         return [story.encode() for table in tables for story in table["text"].to_pylist()]
