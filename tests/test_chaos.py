@@ -43,7 +43,7 @@ def server() -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def found() -> dict[str, Any]:
-    return measure_chaos(24, seed=1, fills=8, apart=4)
+    return measure_chaos(24, seed=1, fills=8, two_nodes=4)
 
 
 def test_runs_are_unaffected_by_kills_and_failing_or_full_disks(found: Any) -> None:
@@ -54,13 +54,15 @@ def test_runs_are_unaffected_by_kills_and_failing_or_full_disks(found: Any) -> N
     assert found["resumed"] >= 12
     assert found["bit_equal"] is True
     assert found["lost"] == 0
-    assert found["left"] == 0
+    assert found["leftover_processes"] == 0
     assert is_good(found)
 
 
 def test_no_process_is_left_after_the_chaos_benchmark() -> None:
     """The benchmark runs in a separate process, because this process has a server for other tests."""
-    script = "import psutil; from ddp_tutorial.benches.chaos import measure_chaos; measure_chaos(1, fills=0, apart=0); "
+    script = (
+        "import psutil; from ddp_tutorial.benches.chaos import measure_chaos; measure_chaos(1, fills=0, two_nodes=0); "
+    )
     script += "print([' '.join(each.cmdline()[-2:]) for each in psutil.Process().children(recursive=True)])"
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=200, check=False)
     assert done.returncode == 0, done.stderr
@@ -71,14 +73,14 @@ def test_no_process_is_left_after_the_chaos_benchmark() -> None:
 
 
 def test_all_ranks_reject_nodes_without_a_shared_folder(found: Any) -> None:
-    assert {found["lives"][f"apart: {nodes}"] for nodes in NODES} == {1}
-    assert found["lives"]["apart"] == 4
-    assert found["let_in"] == 0
+    assert {found["attempts"][f"two nodes: {nodes}"] for nodes in NODES} == {1}
+    assert found["attempts"]["two nodes"] == 4
+    assert found["not_rejected"] == 0
 
 
 def test_a_full_disk_made_attempts_fail(found: Any) -> None:
     full = found["full_disk"]
-    assert found["lives"].get("fill", 0) + found["lives"].get("limit", 0) == 8
+    assert found["attempts"].get("fill", 0) + found["attempts"].get("limit", 0) == 8
     assert full["ended"] >= 4
     if full["not_possible"]:
         assert full["by"] == "a limit on the size of files"
@@ -87,9 +89,9 @@ def test_a_full_disk_made_attempts_fail(found: Any) -> None:
         assert full["by"] == "a tmpfs of 4 MB"
 
 
-@pytest.mark.parametrize("requirement", ["bit_equal", "lost", "let_in", "left"])
+@pytest.mark.parametrize("requirement", ["bit_equal", "lost", "not_rejected", "leftover_processes"])
 def test_one_violated_requirement_is_reported(requirement: str) -> None:
-    good = {"bit_equal": True, "lost": 0, "let_in": 0, "left": 0}
+    good = {"bit_equal": True, "lost": 0, "not_rejected": 0, "leftover_processes": 0}
     assert is_good(good)
     assert not is_good(good | {requirement: 1 if requirement != "bit_equal" else False})
 
@@ -193,8 +195,8 @@ def test_without_a_mount_a_file_size_limit_truncates_a_write(tmp_path: Path) -> 
 
 
 def test_the_report_says_if_there_was_no_small_disk() -> None:
-    found = measure_chaos(1, fills=1, apart=0, mount=_refused)
-    assert found["lives"]["limit"] == 1
+    found = measure_chaos(1, fills=1, two_nodes=0, mount=_refused)
+    assert found["attempts"]["limit"] == 1
     assert found["full_disk"]["by"] == "a limit on the size of files"
     assert found["full_disk"]["not_possible"] == "a full disk was not tested: not here"
     assert is_good(found)

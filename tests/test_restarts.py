@@ -28,7 +28,7 @@ def server() -> dist.TCPStore:
     return dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
 
 
-def one_life(port: int, size: int, late: int = 0) -> list[dist.Store]:
+def one_attempt(port: int, size: int, late: int = 0) -> list[dist.Store]:
     """Let all ranks of an attempt meet in the agent's store, rank `late` after the others.
 
     Return the result of each rank.
@@ -53,7 +53,7 @@ def test_each_attempt_of_the_ranks_uses_a_new_prefix_of_the_store(late: int) -> 
     agents = server()
     before: list[dist.Store] = []
     for size in (3, 3, 2, 3):
-        stores = one_life(agents.port, size, late)
+        stores = one_attempt(agents.port, size, late)
         assert not stores[0].check(["address"])
         stores[0].set("address", str(size))
         assert [store.get("address") for store in stores] == [str(size).encode()] * size
@@ -74,13 +74,13 @@ def test_a_run_restarted_by_torchrun_is_bitwise_identical() -> None:
     assert "TORCH_DISABLE_SHARE_RDZV_TCP_STORE" not in os.environ
     found = measure_restarts(2, seed=3)
     assert found["kills"] >= 2
-    assert found["lives"] == found["kills"] + found["runs"] + 1
+    assert found["attempts"] == found["kills"] + found["runs"] + 1
     assert is_good(found)
 
 
-@pytest.mark.parametrize(("requirement", "broken"), [("bit_equal", False), ("left", 1)])
+@pytest.mark.parametrize(("requirement", "broken"), [("bit_equal", False), ("leftover_processes", 1)])
 def test_one_violated_requirement_is_reported(requirement: str, broken: Any) -> None:
-    good = {"bit_equal": True, "left": 0}
+    good = {"bit_equal": True, "leftover_processes": 0}
     assert is_good(good)
     assert not is_good(good | {requirement: broken})
 
@@ -175,9 +175,9 @@ config = TaskConfig.model_validate({"name": "mine", "corpus": "stories:200", "de
     "tensorboard": False, "checkpoint": {"every": 2}, "resume": "auto", "collective_timeout": 20})
 
 def main(world):
-    with open("worlds.jsonl", "a") as file:  # what each rank is told, when it begins
-        told = {"rank": world.rank, "size": world.size, "agent": os.getppid()}
-        file.write(json.dumps(told | {"restarts": int(os.environ["TORCHELASTIC_RESTART_COUNT"])}) + "\\n")
+    with open("worlds.jsonl", "a") as file:  # one line for each rank that joins
+        joined = {"rank": world.rank, "size": world.size, "agent": os.getppid()}
+        file.write(json.dumps(joined | {"restarts": int(os.environ["TORCHELASTIC_RESTART_COUNT"])}) + "\\n")
     with observe(lambda edge: time.sleep(0.05 * (edge.name == "forward" and edge.entered))):
         train(world, config)
 
@@ -203,39 +203,39 @@ def test_an_elastic_run_grows_and_shrinks_by_a_node(workdir: Path) -> None:
     (workdir / "elastic.py").write_text(ELASTIC)
     run, store, agents = workdir / "runs" / "mine", server(), []
 
-    def told() -> list[dict[str, int]]:
+    def read_notes() -> list[dict[str, int]]:
         path = workdir / "worlds.jsonl"
         return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
-    def trains_with(size: int, lives: int) -> bool:
+    def trains_with(size: int, attempts: int) -> bool:
         """Return whether rank 0 of such a world has taken steps after this number of ranks have started."""
         assert agents[0].poll() is None, (workdir / "first.log").read_text()[-3000:]
-        now = told()
-        if len(now) < lives or now[-1]["size"] != size:
+        now = read_notes()
+        if len(now) < attempts or now[-1]["size"] != size:
             return False
         nonlocal before
         before = before or steps(workdir)
         return steps(workdir) > before + 3
 
     try:
-        for number, (size, lives) in enumerate([(1, 1), (2, 3), (1, 4)]):
+        for number, (size, attempts) in enumerate([(1, 1), (2, 3), (1, 4)]):
             if number < 2:
                 agents.append(elastic_agent(workdir, store.port, f"{('first', 'second')[number]}.log"))
             else:
                 agents[1].kill()  # SIGTERM would be forwarded to its rank and stop the run
             before = 0
-            until(lambda size=size, lives=lives: trains_with(size, lives), f"a world of {size}", 180)  # type: ignore[misc]
+            until(lambda size=size, attempts=attempts: trains_with(size, attempts), f"a world of {size}", 180)  # type: ignore[misc]
         request_stop(run, "save")
         assert agents[0].wait(150) == 0, (workdir / "first.log").read_text()[-3000:]
     finally:
         for each in agents:
             kill_torchrun(each, str(workdir))
     first, second = (each.pid for each in agents)
-    lives = told()
-    assert [each["size"] for each in lives] == [1, 2, 2, 1]
-    assert {(each["agent"], each["size"]) for each in lives} == {(first, 1), (first, 2), (second, 2)}
-    assert sorted(each["rank"] for each in lives[1:3]) == [0, 1]
-    assert [each["restarts"] for each in lives if each["agent"] == first] == [0, 0, 1], "growing is no failure"
+    attempts = read_notes()
+    assert [each["size"] for each in attempts] == [1, 2, 2, 1]
+    assert {(each["agent"], each["size"]) for each in attempts} == {(first, 1), (first, 2), (second, 2)}
+    assert sorted(each["rank"] for each in attempts[1:3]) == [0, 1]
+    assert [each["restarts"] for each in attempts if each["agent"] == first] == [0, 0, 1], "growing is no failure"
     rows = [row["step"] for row in map(json.loads, (run / "metrics.jsonl").read_text().splitlines()) if "loss" in row]
     assert rows == list(range(1, len(rows) + 1))
     result = json.loads((run / "result.json").read_text())

@@ -59,7 +59,7 @@ def measure_chaos(
     report: Callable[[str], None] = lambda _: None,
     *,
     fills: int | None = None,
-    apart: int | None = None,
+    two_nodes: int | None = None,
     mount: Callable[[Path, int], str] = mount_small_disk,
 ) -> dict[str, Any]:
     """Kill ranks `kills` times, in a temporary folder, and inject other failures in between.
@@ -71,24 +71,24 @@ def measure_chaos(
         seed: The seed of the random choices.
         report: A function to call with a line of text after each finished run.
         fills: The number of attempts with a full disk. Defaults to a quarter of `kills`.
-        apart: The number of attempts on two nodes without a shared folder. Defaults to an eighth of `kills`.
+        two_nodes: The number of attempts on two nodes without a shared folder. Defaults to an eighth of `kills`.
         mount: The function that mounts the small disk.
 
     Returns:
-        The report. `lives` counts the attempts by kind; "undisturbed" attempts have no injected failure. `points`
+        The report. `attempts` counts the attempts by kind; "undisturbed" attempts have no injected failure. `points`
         counts the different points of failures, `in_saving` the kills during a save, `resumed` the attempts that
         started from a checkpoint, and `damaged` the damaged checkpoints. `full_disk` describes the full disk, the
         number of attempts that it ended, and why a real one was not possible.
 
         `bit_equal` is whether the weights, losses and gradient norms of every finished run are identical to those of
-        the undisturbed run. `lost` counts the attempts after which the newest valid checkpoint was too old. `let_in`
-        counts the attempts on two nodes that were not rejected on all ranks, before the first step and without a
-        changed file. `left` counts the processes left behind.
+        the undisturbed run. `lost` counts the attempts after which the newest valid checkpoint was too old.
+        `not_rejected` counts the attempts on two nodes that were not rejected on all ranks, before the first step and
+        without a changed file. `leftover_processes` counts the processes left behind.
 
     Raises:
         RuntimeError: If a run does not finish.
     """
-    fills, apart = kills // 4 if fills is None else fills, kills // 8 if apart is None else apart
+    fills, two_nodes = kills // 4 if fills is None else fills, kills // 8 if two_nodes is None else two_nodes
     before = Path.cwd()
     with ranks_served(), tempfile.TemporaryDirectory(prefix="chaos-") as name:
         folder = Path(name).resolve()
@@ -98,27 +98,27 @@ def measure_chaos(
         os.chdir(shared)
         try:
             first = run_attempt(config_of("undisturbed"))
-            wanted = outcome("undisturbed")
-            chaos = _Chaos(random.Random(seed), wanted, FAULTS)
+            expected = outcome("undisturbed")
+            chaos = _Chaos(random.Random(seed), expected, FAULTS)
             chaos.points[False].learn(first)
-            while chaos.tally.lives["kill"] < kills or chaos.tally.lives["apart"] < apart:
-                chaos.run(kills, apart)
+            while chaos.tally.attempts["kill"] < kills or chaos.tally.attempts["two nodes"] < two_nodes:
+                chaos.run(kills, two_nodes)
                 report(chaos.tally.line())
             why_not = ""
             if fills:
                 known = {background: points.known for background, points in chaos.points.items()}
                 with ProcessPoolExecutor(1, multiprocessing.get_context("forkserver")) as other:
-                    tally, why_not = other.submit(_on_a_full_disk, mount, small, seed, wanted, known, fills).result()
+                    tally, why_not = other.submit(_on_a_full_disk, mount, small, seed, expected, known, fills).result()
                 chaos.tally.add(tally)
                 report(chaos.tally.line())
         finally:
             os.chdir(before)
-    return {"bench": "chaos", "environment": describe_environment(), **chaos.tally.found(why_not)}
+    return {"bench": "chaos", "environment": describe_environment(), **chaos.tally.summary(why_not)}
 
 
 def is_good(result: Mapping[str, Any]) -> bool:
     """Return whether all requirements hold."""
-    return bool(result["bit_equal"]) and not (result["lost"] or result["let_in"] or result["left"])
+    return bool(result["bit_equal"]) and not (result["lost"] or result["not_rejected"] or result["leftover_processes"])
 
 
 def describe(result: Mapping[str, Any]) -> str:
@@ -126,10 +126,10 @@ def describe(result: Mapping[str, Any]) -> str:
     full = result["full_disk"]
     return "\n".join(
         [
-            "attempts: " + ", ".join(f"{count} {kind}" for kind, count in result["lives"].items()),
+            "attempts: " + ", ".join(f"{count} {kind}" for kind, count in result["attempts"].items()),
             f"full disk: {full['by']}, {full['ended']} attempts failed because of it",
             *([full["not_possible"]] if full["not_possible"] else []),
-            ", ".join(f"{key} = {result[key]}" for key in ("bit_equal", "lost", "let_in", "left")),
+            ", ".join(f"{key} = {result[key]}" for key in ("bit_equal", "lost", "not_rejected", "leftover_processes")),
         ]
     )
 
@@ -138,7 +138,7 @@ def _on_a_full_disk(
     mount: Callable[[Path, int], str],
     folder: Path,
     seed: int,
-    wanted: Any,
+    expected: Any,
     known: Mapping[bool, Mapping[tuple[int, str], int]],
     fills: int,
 ) -> tuple["_Tally", str]:
@@ -151,10 +151,10 @@ def _on_a_full_disk(
     """
     why_not = mount(folder, DISK_BYTES)
     os.chdir(folder)
-    chaos = _Chaos(random.Random(seed), wanted, {"limit": 1.0} if why_not else {"fill": 1.0}, "fork")
+    chaos = _Chaos(random.Random(seed), expected, {"limit": 1.0} if why_not else {"fill": 1.0}, "fork")
     for background, points in known.items():
         chaos.points[background].known |= points
-    while sum(chaos.tally.lives[how] for how in chaos.hows) < fills:
+    while sum(chaos.tally.attempts[how] for how in chaos.faults) < fills:
         chaos.run(fills)
         shutil.rmtree(RUNS)
     return chaos.tally, why_not
@@ -164,8 +164,8 @@ def _on_a_full_disk(
 class _Tally:
     """Counts of the injected failures and their results."""
 
-    lives: Counter[str] = field(default_factory=Counter)
-    taken: set[tuple[str, str]] = field(default_factory=set)  # points and the failures injected there
+    attempts: Counter[str] = field(default_factory=Counter)
+    points_used: set[tuple[str, str]] = field(default_factory=set)  # points and the failures injected there
     damaged: int = 0
     in_saving: int = 0
     resumed: int = 0
@@ -173,31 +173,40 @@ class _Tally:
     ended_full: int = 0
     bit_equal: bool = True
     lost: int = 0
-    let_in: int = 0
-    left: int = 0
+    not_rejected: int = 0
+    leftover_processes: int = 0
 
     def add(self, other: "_Tally") -> None:
-        self.lives += other.lives
-        self.taken |= other.taken
+        self.attempts += other.attempts
+        self.points_used |= other.points_used
         self.bit_equal = self.bit_equal and other.bit_equal
-        for name in ("damaged", "in_saving", "resumed", "runs", "ended_full", "lost", "let_in", "left"):
+        for name in (
+            "damaged",
+            "in_saving",
+            "resumed",
+            "runs",
+            "ended_full",
+            "lost",
+            "not_rejected",
+            "leftover_processes",
+        ):
             setattr(self, name, getattr(self, name) + getattr(other, name))
 
     def line(self) -> str:
-        done = ", ".join(f"{count} {kind}" for kind, count in self.lives.items())
+        done = ", ".join(f"{count} {kind}" for kind, count in self.attempts.items())
         return (
             f"attempts: {done}; {self.runs} runs finished, bit-equal: {self.bit_equal}, lost: {self.lost}, "
-            f"let in: {self.let_in}, left: {self.left}"
+            f"not rejected: {self.not_rejected}; processes left behind: {self.leftover_processes}"
         )
 
-    def found(self, why_not: str) -> dict[str, Any]:
+    def summary(self, why_not: str) -> dict[str, Any]:
         by = "a limit on the size of files" if why_not else f"a tmpfs of {DISK_BYTES >> 20} MB"
         return {
-            "kills": self.lives["kill"],
-            "failures": self.lives["fail"],
-            "lives": dict(self.lives),
+            "kills": self.attempts["kill"],
+            "failures": self.attempts["fail"],
+            "attempts": dict(self.attempts),
             "damaged": self.damaged,
-            "points": len(self.taken),
+            "points": len(self.points_used),
             "in_saving": self.in_saving,
             "resumed": self.resumed,
             "runs": self.runs,
@@ -208,8 +217,8 @@ class _Tally:
             },
             "bit_equal": self.bit_equal,
             "lost": self.lost,
-            "let_in": self.let_in,
-            "left": self.left,
+            "not_rejected": self.not_rejected,
+            "leftover_processes": self.leftover_processes,
         }
 
 
@@ -219,70 +228,70 @@ class _Chaos:
     def __init__(
         self,
         rng: random.Random,
-        wanted: Any,
-        hows: Mapping[How, float],
+        expected: Any,
+        faults: Mapping[How, float],
         start: Literal["forkserver", "fork"] = "forkserver",
     ) -> None:
-        self.random, self.wanted, self.hows, self.start = rng, wanted, hows, start
+        self.random, self.expected, self.faults, self.start = rng, expected, faults, start
         self.tally = _Tally()
         self.points = {background: Points(rng) for background in (False, True)}
 
-    def run(self, limit: int, apart: int = 0) -> None:
+    def run(self, limit: int, two_nodes: int = 0) -> None:
         """Complete one training run, with as many attempts as necessary.
 
-        After `limit` attempts with a kill (or with a full disk), no further failures are injected. `apart` attempts on
-        two nodes are spread evenly among them.
+        After `limit` attempts with a kill (or with a full disk), no further failures are injected. `two_nodes` attempts
+        on two nodes are spread evenly among them.
         """
-        runs, counted = self.tally.runs, next(iter(self.hows))
-        name, safe = f"run{runs}", 0
+        runs, counted = self.tally.runs, next(iter(self.faults))
+        name, oldest_allowed = f"run{runs}", 0
         config = config_of(name, bool(runs % 2), keep_last=1 + runs // 2 % 2, workers=int(runs % 3 == 2))
         checkpoints = RUNS / name / CHECKPOINTS
         for _ in range(MAX_ATTEMPTS):
-            done = self.tally.lives[counted]
-            if self.tally.lives["apart"] < min(apart, apart * (done + 1) // limit):
-                self._apart(config)
+            done = self.tally.attempts[counted]
+            if self.tally.attempts["two nodes"] < min(two_nodes, two_nodes * (done + 1) // limit):
+                self._two_nodes(config)
             self.tally.resumed += latest(checkpoints) is not None
-            life = self._life(config) if done < limit else self._undisturbed(config)
+            attempt = self._attempt(config) if done < limit else self._undisturbed(config)
             empty(Path.cwd())
-            self.points[config.checkpoint.background].learn(life)
+            self.points[config.checkpoint.background].learn(attempt)
             newest = newest_valid(checkpoints)
-            self.tally.lost += newest < max(safe, life.published)
-            self.tally.left += life.left
+            self.tally.lost += newest < max(oldest_allowed, attempt.published)
+            self.tally.leftover_processes += attempt.left
             if (end := outcome(name)) is not None:
                 self.tally.runs += 1
-                self.tally.bit_equal = self.tally.bit_equal and end == self.wanted
+                self.tally.bit_equal = self.tally.bit_equal and end == self.expected
                 return
-            safe = newest if self.random.random() > 0.1 else self._damage(checkpoints)
+            oldest_allowed = newest if self.random.random() > 0.1 else self._damage(checkpoints)
         raise RuntimeError(f"{name} did not finish in {MAX_ATTEMPTS} attempts")
 
     def _undisturbed(self, config: TaskConfig) -> Attempt:
-        self.tally.lives["undisturbed"] += 1
+        self.tally.attempts["undisturbed"] += 1
         return run_attempt(config, start=self.start)
 
-    def _life(self, config: TaskConfig) -> Attempt:
+    def _attempt(self, config: TaskConfig) -> Attempt:
         """Run one attempt with an injected failure."""
-        [how] = self.random.choices(list(self.hows), list(self.hows.values()))
+        [how] = self.random.choices(list(self.faults), list(self.faults.values()))
         points = self.points[config.checkpoint.background]
         rank, point, nth = points.next(how)
         if how == "kill" and self.random.random() < 0.2:
             point, nth = "", self.random.randrange(1, PHASE_BOUNDARIES)
         both = how in {"kill", "fail"} and self.random.random() < 0.2
         failure = PlannedFailure(point, nth, how, free_bytes=self.random.randrange(ROOM))
-        life = run_attempt(config, dict.fromkeys(range(RANKS) if both else [rank], failure), start=self.start)
-        self.tally.lives[how if life.point is not None else "undisturbed"] += 1
-        if life.point is not None:
-            self.tally.taken.add((life.point, how))
-            self.tally.in_saving += how == "kill" and life.in_saving
-            self.tally.ended_full += how in {"fill", "limit"} and not life.is_well
+        attempt = run_attempt(config, dict.fromkeys(range(RANKS) if both else [rank], failure), start=self.start)
+        self.tally.attempts[how if attempt.point is not None else "undisturbed"] += 1
+        if attempt.point is not None:
+            self.tally.points_used.add((attempt.point, how))
+            self.tally.in_saving += how == "kill" and attempt.in_saving
+            self.tally.ended_full += how in {"fill", "limit"} and not attempt.is_well
         elif point:
             points.put_back(how, rank, point)
-        return life
+        return attempt
 
-    def _apart(self, config: TaskConfig) -> None:
+    def _two_nodes(self, config: TaskConfig) -> None:
         """Run one attempt on two nodes without a shared folder; each rank must reject it without changing a file."""
-        nodes = NODES[self.tally.lives["apart"] % len(NODES)]
-        self.tally.lives["apart"] += 1
-        self.tally.lives[f"apart: {nodes}"] += 1
+        nodes = NODES[self.tally.attempts["two nodes"] % len(NODES)]
+        self.tally.attempts["two nodes"] += 1
+        self.tally.attempts[f"two nodes: {nodes}"] += 1
         here = Path.cwd()
         with tempfile.TemporaryDirectory(prefix="node-", dir=here) as one, tempfile.TemporaryDirectory(dir=here) as two:
             first, second = Path(one), Path(two)
@@ -295,10 +304,10 @@ class _Chaos:
                 "a copy on the second": [here, second],
             }[nodes]
             before = _contents(here)
-            life = run_attempt(config, where=where)
-            is_refused = len(life.refused) == RANKS and not any("+forward" in seen for seen in life.seen.values())
-            self.tally.let_in += not is_refused or _contents(here) != before
-            self.tally.left += life.left
+            attempt = run_attempt(config, where=where)
+            is_refused = len(attempt.refused) == RANKS and not any("+forward" in seen for seen in attempt.seen.values())
+            self.tally.not_rejected += not is_refused or _contents(here) != before
+            self.tally.leftover_processes += attempt.left
 
     def _damage(self, checkpoints: Path) -> int:
         """Truncate a file of the newest valid checkpoint if there is an older valid one.

@@ -46,34 +46,34 @@ def measure_restarts(kills: int, seed: int = 0, report: Callable[[str], None] = 
         report: A function to call with a line of text after each finished run.
 
     Returns:
-        The report. `in_saving` counts the kills during a save. `lives` counts all attempts, including that of the
-        undisturbed run. `came_up` counts the attempts after a kill whose ranks all joined. `seconds` is the median time
-        from a kill until all ranks of the next attempt have joined. `bit_equal` is whether the weights, losses and
-        gradient norms of every run are identical to those of the undisturbed run. `left` counts the processes left
-        behind.
+        The report. `in_saving` counts the kills during a save. `attempts` counts all attempts, including that of the
+        undisturbed run. `rejoined` counts the attempts after a kill whose ranks all joined. `seconds` is the median
+        time from a kill until all ranks of the next attempt have joined. `bit_equal` is whether the weights, losses and
+        gradient norms of every run are identical to those of the undisturbed run. `leftover_processes` counts the
+        processes left behind.
     """
-    rng, before, counted = random.Random(seed), Path.cwd(), {"kills": 0, "in_saving": 0, "lives": 1, "came_up": 0}
-    runs, left, seconds, bit_equal = 0, 0, list[float](), True
+    rng, before, counted = random.Random(seed), Path.cwd(), {"kills": 0, "in_saving": 0, "attempts": 1, "rejoined": 0}
+    runs, leftover_processes, seconds, bit_equal = 0, 0, list[float](), True
     with tempfile.TemporaryDirectory(prefix="restarts-") as name:
         os.chdir(name)
         try:
             torchrun("undisturbed", [])
-            wanted = outcome("undisturbed")
+            expected = outcome("undisturbed")
             while counted["kills"] < kills or not runs:
                 planned_kills = [(rng.randrange(RANKS), rng.randrange(1, POINTS)) for _ in range(min(KILLS, kills))]
                 notes = torchrun(f"run{runs}", planned_kills)
                 hits = {int(note.parent.name): json.loads(note.read_text()) for note in notes.glob("*/hit.*")}
-                up = {life: _all_up(notes / str(life)) for life in range(len(planned_kills) + 1)}
+                up = {attempt: _all_up(notes / str(attempt)) for attempt in range(len(planned_kills) + 1)}
                 counted["kills"] += len(hits)
                 counted["in_saving"] += sum(hit["in_saving"] for hit in hits.values())
-                counted["lives"] += sum((notes / str(life)).is_dir() for life in up)
-                again = [(_time_of(notes / str(life)), up.get(life + 1)) for life in hits]
-                counted["came_up"] += sum(met is not None for _, met in again)
+                counted["attempts"] += sum((notes / str(attempt)).is_dir() for attempt in up)
+                again = [(_time_of(notes / str(attempt)), up.get(attempt + 1)) for attempt in hits]
+                counted["rejoined"] += sum(met is not None for _, met in again)
                 seconds += [met - killed for killed, met in again if met is not None]
-                bit_equal = bit_equal and outcome(f"run{runs}") == wanted
-                left += leftovers(Path.cwd())
+                bit_equal = bit_equal and outcome(f"run{runs}") == expected
+                leftover_processes += leftovers(Path.cwd())
                 runs += 1
-                report(f"{counted['kills']} kills; {runs} runs finished, bit-equal: {bit_equal}, left: {left}")
+                report(f"{counted['kills']} kills; {runs} runs finished, bit-equal: {bit_equal}")
         finally:
             os.chdir(before)
     median = round(statistics.median(seconds), 2) if seconds else None
@@ -84,18 +84,18 @@ def measure_restarts(kills: int, seed: int = 0, report: Callable[[str], None] = 
         "runs": runs,
         "seconds": median,
         "bit_equal": bit_equal,
-        "left": left,
+        "leftover_processes": leftover_processes,
     }
 
 
 def is_good(result: Mapping[str, Any]) -> bool:
     """Return whether all requirements hold."""
-    return bool(result["bit_equal"]) and not result["left"]
+    return bool(result["bit_equal"]) and not result["leftover_processes"]
 
 
 def describe(result: Mapping[str, Any]) -> str:
     """Return a report as text."""
-    names = ("kills", "in_saving", "lives", "runs", "bit_equal", "left")
+    names = ("kills", "in_saving", "attempts", "runs", "bit_equal", "leftover_processes")
     return ", ".join(f"{name} = {result[name]}" for name in names) + f", median restart {result['seconds']} s"
 
 
@@ -145,7 +145,7 @@ def _time_of(notes: Path) -> float:
     return min(note.stat().st_mtime for note in notes.glob("hit.*"))
 
 
-def _live(world: World, name: str, notes: Path, failure: PlannedFailure | None) -> None:
+def _run_rank(world: World, name: str, notes: Path, failure: PlannedFailure | None) -> None:
     injector = FailureInjector(world.rank, notes, failure)
     injector.note(f"up.{world.rank}", str(time.time()))
     with observe(injector.at_edge), observe_disk(injector.at_operation):
@@ -154,14 +154,14 @@ def _live(world: World, name: str, notes: Path, failure: PlannedFailure | None) 
 
 def _main(name: str, notes: str, planned_kills: str) -> None:
     """Run one rank; torchrun starts this function."""
-    rank, life = int(os.environ["RANK"]), int(os.environ["TORCHELASTIC_RESTART_COUNT"])
+    rank, attempt = int(os.environ["RANK"]), int(os.environ["TORCHELASTIC_RESTART_COUNT"])
     kills_by_attempt = json.loads(planned_kills)
     failure = None
-    if life < len(kills_by_attempt) and kills_by_attempt[life][0] == rank:
-        failure = PlannedFailure("", kills_by_attempt[life][1])
-    here = Path(notes) / str(life)
+    if attempt < len(kills_by_attempt) and kills_by_attempt[attempt][0] == rank:
+        failure = PlannedFailure("", kills_by_attempt[attempt][1])
+    here = Path(notes) / str(attempt)
     here.mkdir(parents=True, exist_ok=True)
-    run(_live, name, here, failure, device="cpu")
+    run(_run_rank, name, here, failure, device="cpu")
 
 
 if __name__ == "__main__":
