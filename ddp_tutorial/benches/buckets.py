@@ -11,7 +11,7 @@ from ddp_tutorial.accumulation.train_step import TrainStep
 from ddp_tutorial.benches import Samples, report
 from ddp_tutorial.benches.step import random_step
 from ddp_tutorial.ddp.config import DDPConfig, LinkConfig
-from ddp_tutorial.ddp.link import LinkModel
+from ddp_tutorial.ddp.link_model import LinkModel
 from ddp_tutorial.ddp.timeline import arrivals, predict_step, ready_times
 from ddp_tutorial.ddp.wrappers import BucketDDP
 from ddp_tutorial.phases import Stopwatch, observe

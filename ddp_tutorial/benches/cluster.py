@@ -24,7 +24,7 @@ from ddp_tutorial.benches.scaling import Setup, arm_of
 from ddp_tutorial.cluster import Cluster
 from ddp_tutorial.cluster.delay import parse_delay
 from ddp_tutorial.ddp.config import DDPConfig, LinkConfig
-from ddp_tutorial.ddp.link import LinkModel
+from ddp_tutorial.ddp.link_model import LinkModel
 from ddp_tutorial.experiments.arms import by_repeat, idle, run_interleaved
 from ddp_tutorial.experiments.scaling import StepModel, fit_step
 from ddp_tutorial.processes.launcher import launch

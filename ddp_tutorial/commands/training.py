@@ -238,7 +238,7 @@ def _print_plan(settings: "FaultyConfig", layers: list[configs.Layer], as_json: 
 def _summary_line(run: Path, summary: dict[str, Any]) -> str:
     """Return the result of a run in one line."""
     from ddp_tutorial.ddp.config import LinkConfig
-    from ddp_tutorial.ddp.link import LinkModel
+    from ddp_tutorial.ddp.link_model import LinkModel
     from ddp_tutorial.runs.folder import PER_SECOND, format_loss
 
     parameters, metrics = summary["parameters"], summary["metrics"]

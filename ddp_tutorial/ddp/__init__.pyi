@@ -1,6 +1,6 @@
 from .config import CompileConfig as CompileConfig
 from .config import DDPConfig as DDPConfig
-from .link import LinkModel as LinkModel
+from .link_model import LinkModel as LinkModel
 from .sync_bn import synchronize_batch_norm as synchronize_batch_norm
 from .wrappers import BucketDDP as BucketDDP
 from .wrappers import DataParallel as DataParallel

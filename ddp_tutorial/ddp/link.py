@@ -1,15 +1,12 @@
 """Links that carry gradients between ranks: the machine's own, or a simulated one.
 
-In the alpha-beta model (Hockney, 1994), a message of n bytes takes alpha + n / beta seconds, where alpha is the latency
-and beta the bandwidth. `fit_link` estimates both from measurements. `SimulatedLink` delays all-reduces so that they
+`fit_link` estimates a link's latency and bandwidth from measurements. `SimulatedLink` delays all-reduces so that they
 take as long as on a link with a given latency and bandwidth, to study slow networks on one machine.
 """
 
-import math
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import partial
 from queue import SimpleQueue
 from typing import NamedTuple, Protocol
@@ -21,45 +18,9 @@ import torch.distributed as dist
 from torch.futures import Future
 
 from ddp_tutorial.config import ConfigError
-from ddp_tutorial.ddp.config import LinkConfig
+from ddp_tutorial.ddp.link_model import LinkModel
 from ddp_tutorial.groups import shared_group
 from ddp_tutorial.world import World, require_group
-
-
-@dataclass(frozen=True)
-class LinkModel:
-    """The alpha-beta model of a link: `latency` in seconds per message, `bandwidth` in bytes per second."""
-
-    latency: float
-    bandwidth: float
-
-    @classmethod
-    def from_config(cls, config: LinkConfig) -> "LinkModel":
-        """Return the model of the link that `config` describes."""
-        return cls(config.latency_ms / 1e3, config.megabytes_per_second * 1e6)
-
-    def __str__(self) -> str:
-        """Return the latency and the bandwidth as text."""
-        return f"{self.latency * 1e3:g} ms, {self.bandwidth / 1e6:g} MB/s"
-
-    def seconds(self, nbytes: float, rounds: float = 1) -> float:
-        """Return the time of `rounds` consecutive messages with `nbytes` bytes in total."""
-        return rounds * self.latency + nbytes / self.bandwidth
-
-    def ring_seconds(self, nbytes: float, size: int) -> float:
-        """Return the time of a ring all-reduce over N = `size` ranks: 2 (N - 1) rounds with `nbytes` / N each."""
-        rounds = 2 * (size - 1)
-        return self.seconds(rounds * nbytes / size, rounds)
-
-    def tree_seconds(self, nbytes: float, size: int) -> float:
-        """Return the time of a tree all-reduce over N = `size` ranks: 2 ceil(log2 N) rounds with `nbytes` each."""
-        rounds = 2 * math.ceil(math.log2(size))
-        return self.seconds(rounds * nbytes, rounds)
-
-
-def bytes_all_reduced(nbytes: int, size: int) -> int:
-    """Return the bytes each of N = `size` ranks sends in a ring all-reduce: 2 (N - 1) chunks of `nbytes` / N."""
-    return 2 * nbytes * (size - 1) // size
 
 
 def fit_link(rounds: Sequence[float], nbytes: Sequence[float], seconds: Sequence[float]) -> LinkModel:

@@ -35,7 +35,8 @@ from ddp_tutorial.config import ConfigError
 from ddp_tutorial.ddp.buckets import MIB, Bucket, check_dense, make_buckets
 from ddp_tutorial.ddp.config import CompileConfig, DDPConfig
 from ddp_tutorial.ddp.hooks import AllReduceHook, CastHook, Hook, Pending, PowerSGD
-from ddp_tutorial.ddp.link import DirectLink, Link, LinkModel, SimulatedLink
+from ddp_tutorial.ddp.link import DirectLink, Link, SimulatedLink
+from ddp_tutorial.ddp.link_model import LinkModel
 from ddp_tutorial.ddp.shared_memory import SharedMemory, add_in_memory
 from ddp_tutorial.world import World, require_group
 

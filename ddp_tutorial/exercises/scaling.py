@@ -3,7 +3,7 @@
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-from ddp_tutorial.ddp.link import LinkModel
+from ddp_tutorial.ddp.link_model import LinkModel
 from ddp_tutorial.exercises import Answer, Exercise, WrongAnswerError, expect, number
 from ddp_tutorial.experiments.scaling import StepModel
 

@@ -26,7 +26,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-from ddp_tutorial.ddp.link import LinkModel
+from ddp_tutorial.ddp.link_model import LinkModel
 from ddp_tutorial.experiments.scaling import BACKWARD, StepModel
 from ddp_tutorial.mesh import Mesh
 from ddp_tutorial.pipeline.config import Name

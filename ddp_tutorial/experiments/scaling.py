@@ -13,7 +13,8 @@ from typing import NamedTuple
 import numpy as np
 
 from ddp_tutorial.ddp.config import LinkConfig
-from ddp_tutorial.ddp.link import LinkModel, fit_link
+from ddp_tutorial.ddp.link import fit_link
+from ddp_tutorial.ddp.link_model import LinkModel
 
 # The fraction of computation in the backward pass, which can overlap with communication. The backward pass does about
 # twice the work of the forward pass.

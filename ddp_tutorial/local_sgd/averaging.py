@@ -6,7 +6,8 @@ import torch
 from torch.futures import Future
 
 from ddp_tutorial.collectives import copy_from_flat
-from ddp_tutorial.ddp.link import Link, Transfer, bytes_all_reduced
+from ddp_tutorial.ddp.link import Link, Transfer
+from ddp_tutorial.ddp.link_model import bytes_all_reduced
 from ddp_tutorial.world import World
 
 

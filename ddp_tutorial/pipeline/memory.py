@@ -11,7 +11,7 @@ from torch import nn
 
 from ddp_tutorial.accumulation.loss import Loss
 from ddp_tutorial.accumulation.memory import count_saved_bytes
-from ddp_tutorial.ddp.link import bytes_all_reduced
+from ddp_tutorial.ddp.link_model import bytes_all_reduced
 from ddp_tutorial.pipeline.config import PipelineConfig
 from ddp_tutorial.pipeline.schedules import FORWARD, Table
 from ddp_tutorial.pipeline.stages import Stage, even_splits, split_into_stages

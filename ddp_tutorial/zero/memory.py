@@ -6,11 +6,12 @@ W.
 """
 
 from collections.abc import Mapping
+from typing import TYPE_CHECKING
 
-from torch import nn
+from ddp_tutorial.ddp.link_model import bytes_all_reduced
 
-from ddp_tutorial.ddp.link import bytes_all_reduced
-from ddp_tutorial.zero.units import units_of
+if TYPE_CHECKING:  # the formulas need no torch
+    from torch import nn
 
 # The parts of the model state that each strategy divides by the number of ranks W.
 DIVIDED: dict[str, frozenset[str]] = {
@@ -24,7 +25,9 @@ DIVIDED: dict[str, frozenset[str]] = {
 }
 
 
-def model_state_bytes(strategy: str, parameters: int, ranks: int, optimizer: int = 8) -> dict[str, int]:
+def model_state_bytes(
+    strategy: str, parameters: int, ranks: int, optimizer: int = 8, weights: int = 4, gradients: int = 4
+) -> dict[str, int]:
     """Return the bytes of weights, gradients and optimizer state on one rank, before the optimizer step.
 
     Activations, gathered weights and padding are not included.
@@ -33,19 +36,23 @@ def model_state_bytes(strategy: str, parameters: int, ranks: int, optimizer: int
         strategy: A key of `DIVIDED`.
         parameters: The number of parameters of the model.
         ranks: The number of ranks that shard the model.
-        optimizer: Bytes of optimizer state for each parameter. A parameter and its gradient take 4 bytes each.
+        optimizer: Bytes of optimizer state for each parameter.
+        weights: Bytes of each parameter.
+        gradients: Bytes of the gradient of each parameter.
     """
-    undivided: Mapping[str, int] = {"weights": 4, "gradients": 4, "optimizer": optimizer}
+    undivided: Mapping[str, int] = {"weights": weights, "gradients": gradients, "optimizer": optimizer}
     divided = DIVIDED[strategy]
     return {name: parameters * nbytes // (ranks if name in divided else 1) for name, nbytes in undivided.items()}
 
 
-def bytes_gathered(strategy: str, model: nn.Module) -> int:
+def bytes_gathered(strategy: str, model: "nn.Module") -> int:
     """Return the peak bytes of gathered float32 weights.
 
     This is the root unit plus the two largest other units: one that computes, and one that is prefetched. The result is
     0 if the strategy does not shard the weights.
     """
+    from ddp_tutorial.zero.units import units_of
+
     if "weights" not in DIVIDED[strategy]:
         return 0
     seen: set[int] = set()

@@ -1,0 +1,45 @@
+"""The alpha-beta model of a link. It needs no torch.
+
+A message of n bytes takes alpha + n / beta seconds, where alpha is the latency and beta the bandwidth (Hockney, 1994).
+"""
+
+import math
+from dataclasses import dataclass
+
+from ddp_tutorial.ddp.config import LinkConfig
+
+
+@dataclass(frozen=True)
+class LinkModel:
+    """The alpha-beta model of a link: `latency` in seconds per message, `bandwidth` in bytes per second."""
+
+    latency: float
+    bandwidth: float
+
+    @classmethod
+    def from_config(cls, config: LinkConfig) -> "LinkModel":
+        """Return the model of the link that `config` describes."""
+        return cls(config.latency_ms / 1e3, config.megabytes_per_second * 1e6)
+
+    def __str__(self) -> str:
+        """Return the latency and the bandwidth as text."""
+        return f"{self.latency * 1e3:g} ms, {self.bandwidth / 1e6:g} MB/s"
+
+    def seconds(self, nbytes: float, rounds: float = 1) -> float:
+        """Return the time of `rounds` consecutive messages with `nbytes` bytes in total."""
+        return rounds * self.latency + nbytes / self.bandwidth
+
+    def ring_seconds(self, nbytes: float, size: int) -> float:
+        """Return the time of a ring all-reduce over N = `size` ranks: 2 (N - 1) rounds with `nbytes` / N each."""
+        rounds = 2 * (size - 1)
+        return self.seconds(rounds * nbytes / size, rounds)
+
+    def tree_seconds(self, nbytes: float, size: int) -> float:
+        """Return the time of a tree all-reduce over N = `size` ranks: 2 ceil(log2 N) rounds with `nbytes` each."""
+        rounds = 2 * math.ceil(math.log2(size))
+        return self.seconds(rounds * nbytes, rounds)
+
+
+def bytes_all_reduced(nbytes: int, size: int) -> int:
+    """Return the bytes each of N = `size` ranks sends in a ring all-reduce: 2 (N - 1) chunks of `nbytes` / N."""
+    return 2 * nbytes * (size - 1) // size
