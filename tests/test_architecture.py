@@ -28,9 +28,9 @@ ROOMS = {
     "accumulation": "sharding ddp",
     "checkpoint": "",
     "zero": "ddp accumulation checkpoint",
+    "planning": "ddp zero",
     "pipeline": "ddp accumulation checkpoint zero",
     "local_sgd": "ddp accumulation checkpoint",
-    "planning": "ddp",
     "runs": "processes checkpoint",
     "figures": "lessons ddp pipeline runs",
     "training": "processes sharding ddp accumulation checkpoint zero pipeline local_sgd runs",
@@ -242,7 +242,7 @@ def test_importing_the_package_loads_no_large_dependency() -> None:
 
 def test_modules_that_read_logs_and_configs_do_not_load_torch() -> None:
     modules = ["config", "files", "checkpoint.manifest", "runs.folder", "runs.summaries", "figures.plots"]
-    modules += ["figures.run_plots", "experiments.tables"]
+    modules += ["figures.run_plots", "experiments.tables", "planning.step"]
     assert set(modules) <= set(MODULES)
     imports = "; ".join(f"import ddp_tutorial.{name}" for name in modules)
     assert python(f"import sys; {imports}; print('torch' in sys.modules)") == "False"

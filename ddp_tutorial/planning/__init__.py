@@ -1,6 +1,21 @@
 """Predict the time, memory and cost of a training step on many devices, without running it.
 
-`published` lists training runs that other groups published, against which the predictions are compared.
+- `hardware` describes devices and networks.
+- `transformer` counts the parameters, FLOPs and activations of a model.
+- `plan` defines how a step is distributed: strategy, micro-batches, tensor and pipeline parallelism, recomputation.
+- `computation` computes the time of the forward and backward pass, and `communication` the time of collectives on a
+  network with two levels.
+- `memory` computes the bytes on a device.
+- `step` combines these into an estimate.
+- `published` lists training runs that other groups published, against which the predictions are compared.
+
+For example:
+
+    plan = Plan("zero3", devices=64, micro_batch=2)
+    estimate = estimate_step(MODELS["Llama 2 7B"], plan, DEVICES["H100"], NETWORKS["DGX H100"])
+    print(estimate.seconds, estimate.mfu, estimate.memory.total)
+
+Importing these modules does not import torch.
 """
 
 import lazy_loader

@@ -1,0 +1,74 @@
+"""Compute the time and the traffic of collectives on a network with two levels.
+
+A ring over all devices of a group passes through each node once. Its steps inside a node take the latency of the fast
+domain, and those between nodes the latency of the fabric. NCCL runs one ring per network card, so the bandwidths of the
+cards of all the group's devices on a node add up. An all-reduce can also use a tree, whose latency grows with the
+logarithm of the number of nodes. NCCL chooses the faster algorithm with the same formulas:
+https://github.com/NVIDIA/nccl, src/graph/tuning.cc.
+"""
+
+import math
+from dataclasses import dataclass
+
+from ddp_tutorial.planning.hardware import Network
+
+# The fraction of a link's bandwidth that collectives reach: NCCL's ring on NVLink reaches 370 of 450 GB/s on H100
+# (https://github.com/NVIDIA/nccl-tests/issues/212) and at most 235 of 300 GB/s on A100 (tuning.cc).
+LINK_FRACTION = 0.8
+
+
+@dataclass(frozen=True)
+class Group:
+    """The devices of a collective: `local` on each of `nodes` nodes."""
+
+    local: int
+    nodes: int
+
+    @property
+    def size(self) -> int:
+        """The number of devices."""
+        return self.local * self.nodes
+
+    def bandwidth(self, network: Network) -> float:
+        """Return the bandwidth of the slowest part of a ring, in bytes per second."""
+        across = self.local * network.across.bandwidth if self.nodes > 1 else math.inf
+        return LINK_FRACTION * min(network.inside.bandwidth if self.local > 1 else math.inf, across)
+
+
+def group_of(size: int, stride: int, per_node: int) -> Group:
+    """Return the group of `size` devices whose numbers differ by `stride`.
+
+    Args:
+        size: The number of devices in the group.
+        stride: The distance between two neighbors of the group.
+        per_node: The number of devices on a node.
+    """
+    local = min(size, max(1, per_node // stride))
+    return Group(local, math.ceil(size / local))
+
+
+def pass_seconds(group: Group, network: Network, nbytes: float) -> float:
+    """Return the time of a ring reduce-scatter or all-gather of `nbytes` bytes: W - 1 steps of 1 / W of the bytes."""
+    if group.size == 1:
+        return 0.0
+    latency = group.nodes * (group.local - 1) * network.inside.latency + (group.nodes - 1) * network.across.latency
+    return latency + sent_bytes(group, nbytes) / group.bandwidth(network)
+
+
+def all_reduce_seconds(group: Group, network: Network, nbytes: float) -> float:
+    """Return the time of an all-reduce of `nbytes` bytes, by a ring or a tree, whichever has the lower latency."""
+    if group.size == 1:
+        return 0.0
+    tree = 2 * ((group.local - 1) * network.inside.latency + math.log2(group.nodes) * network.across.latency)
+    ring = 2 * pass_seconds(group, network, 0)
+    return min(tree, ring) + 2 * sent_bytes(group, nbytes) / group.bandwidth(network)
+
+
+def sent_bytes(group: Group, nbytes: float) -> float:
+    """Return the bytes that a device sends in a reduce-scatter or all-gather of `nbytes` bytes."""
+    return nbytes * (group.size - 1) / group.size
+
+
+def sent_across(group: Group, nbytes: float) -> float:
+    """Return the part of `sent_bytes` that leaves the node: one of `local` devices sends to a different node."""
+    return sent_bytes(group, nbytes) / group.local if group.nodes > 1 else 0.0

@@ -1,0 +1,89 @@
+"""Compute the time that a device computes in the forward and backward pass of a micro-batch.
+
+Three kinds of work take time: matrix products, attention, and reading and writing activations in memory. The last one
+is counted in bytes per token of the operations between the matrix products, each as a separate kernel in 16 bits:
+normalization, rotation of queries and keys, the activation function, dropout and residual additions.
+"""
+
+from typing import NamedTuple
+
+from ddp_tutorial.planning.hardware import Device
+from ddp_tutorial.planning.plan import Plan
+from ddp_tutorial.planning.transformer import Transformer
+
+# Bytes per token and vocabulary entry of the loss in the forward pass: 16-bit logits are written, read and written in
+# 32 bits, and read again by the loss.
+LOGITS = 12
+# Bytes per score in the forward pass of attention without a fused kernel: scores are written, read by the softmax,
+# written, read and written by dropout, and read by the product with the values; and a mask of one byte.
+SCORES = 13
+# FlashAttention computes five matrix products in the backward pass and two in the forward pass.
+FUSED_BACKWARD = 2.5
+
+
+class Passes(NamedTuple):
+    """Seconds of the forward and the backward pass."""
+
+    forward: float
+    backward: float
+
+
+def stage_seconds(model: Transformer, plan: Plan, device: Device) -> Passes:
+    """Return the seconds that a pipeline stage computes for a micro-batch. The backward pass includes recomputation.
+
+    All stages are assumed to take the same time, so the output layer counts as a part of each.
+    """
+    tokens = plan.micro_batch * model.sequence / plan.tensor
+    dense, attention = _dense(model, device), _attention(model, plan, device)
+    output = _output(model, device)
+    again = {
+        "none": 0.0,
+        "selective": 0.0 if plan.fused_attention else attention,
+        "full": dense + attention,
+    }[plan.recomputation]
+    twice = FUSED_BACKWARD if plan.fused_attention else 2.0
+    forward = model.layers * (dense + attention) + output
+    backward = model.layers * (2 * dense + twice * attention + again) + 2 * output
+    return Passes(tokens * forward / plan.pipeline, tokens * backward / plan.pipeline)
+
+
+def _dense(model: Transformer, device: Device) -> float:
+    """Return the seconds per token of a layer's forward pass, except for attention."""
+    return 2 * model.layer_matrices / _speed(device) + _layer_traffic(model) / device.memory_bandwidth
+
+
+def _layer_traffic(model: Transformer) -> int:
+    """Return the bytes per token that the operations between matrix products read and write in the forward pass."""
+    norms = 2 * 4 * model.width
+    residuals = 2 * 6 * model.width
+    rotation = 4 * (model.width + 2 * model.kv_width)
+    activation = (6 if model.gated else 4) * model.inner
+    return norms + residuals + rotation + activation
+
+
+def _attention(model: Transformer, plan: Plan, device: Device) -> float:
+    """Return the seconds per token of a layer's attention. A fused kernel skips the masked half of the scores."""
+    flops = 4 * model.sequence * model.width
+    if plan.fused_attention:
+        return flops / 2 / (device.flops * device.attention_fraction)
+    return flops / _speed(device) + SCORES * model.heads * model.sequence / device.memory_bandwidth
+
+
+def _output(model: Transformer, device: Device) -> float:
+    """Return the seconds per token of the output layer and the loss in the forward pass."""
+    return 2 * model.vocabulary * model.width / _speed(device) + LOGITS * model.vocabulary / device.memory_bandwidth
+
+
+def _speed(device: Device) -> float:
+    """Return the FLOP/s that matrix products reach."""
+    return device.flops * device.matmul_fraction
+
+
+def hardware_flops_per_token(model: Transformer, plan: Plan) -> float:
+    """Return the FLOPs per token with recomputation. What fused kernels recompute does not count."""
+    again = {
+        "none": 0,
+        "selective": 0 if plan.fused_attention else model.attention_flops,
+        "full": 2 * model.layers * model.layer_matrices + model.attention_flops,
+    }[plan.recomputation]
+    return model.flops_per_token + again

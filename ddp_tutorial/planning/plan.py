@@ -1,0 +1,86 @@
+"""Define how a training step is distributed over devices."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+from ddp_tutorial.planning.transformer import Recomputation
+
+Strategy = Literal["ddp", "zero1", "zero2", "zero3", "hsdp"]
+
+
+@dataclass(frozen=True)
+class Precision:
+    """Bytes per parameter. The default is mixed precision with AdamW: 2 + 2 + 12 bytes.
+
+    Attributes:
+        weights: Bytes of a weight, as computed with and as gathered.
+        gradients: Bytes of a gradient, as stored and as reduced.
+        optimizer: Bytes of optimizer state: a float32 copy of the weight and two float32 moments.
+    """
+
+    weights: int = 2
+    gradients: int = 2
+    optimizer: int = 12
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The distribution of a training step.
+
+    The devices form a mesh of data x pipeline x tensor. The devices of a tensor-parallel group are neighbors, then
+    those of a data-parallel group, then the pipeline stages, as in Megatron-LM.
+
+    Attributes:
+        strategy: The data parallelism: DDP, a ZeRO stage ("zero3" is FSDP), or hybrid sharding ("hsdp").
+        devices: The number of devices.
+        micro_batch: Sequences in a micro-batch.
+        accumulation: Micro-batches per step and replica. They fill the pipeline if there is one.
+        tensor: The degree of tensor (and sequence) parallelism.
+        pipeline: The number of pipeline stages.
+        interleaving: The number of model chunks on each stage of an interleaved schedule.
+        shard: With "hsdp", the number of devices that share one copy. Defaults to those of a node.
+        recomputation: The activations that the backward pass recomputes.
+        fused_attention: Whether a fused kernel (FlashAttention) computes attention.
+        precision: Bytes per parameter.
+    """
+
+    strategy: Strategy
+    devices: int
+    micro_batch: int = 1
+    accumulation: int = 1
+    tensor: int = 1
+    pipeline: int = 1
+    interleaving: int = 1
+    shard: int | None = None
+    recomputation: Recomputation = "none"
+    fused_attention: bool = True
+    precision: Precision = Precision()
+
+    def __post_init__(self) -> None:
+        """Validate the fields."""
+        sizes = (self.devices, self.micro_batch, self.accumulation, self.tensor, self.pipeline, self.interleaving)
+        if min(sizes) < 1:
+            raise ValueError(f"all numbers of a plan must be at least 1, got {self}")
+        if self.devices % (self.tensor * self.pipeline):
+            raise ValueError(
+                f"devices must be a multiple of tensor x pipeline = {self.tensor * self.pipeline}, got {self.devices}"
+            )
+
+    @property
+    def data(self) -> int:
+        """The degree of data parallelism: the number of devices or groups with different samples."""
+        return self.devices // (self.tensor * self.pipeline)
+
+    @property
+    def sequences(self) -> int:
+        """The global batch size in sequences."""
+        return self.data * self.micro_batch * self.accumulation
+
+    @property
+    def label(self) -> str:
+        """The plan as a table label, for example "zero3, tensor 8, pipeline 4, full recomputation"."""
+        parts: list[str] = [self.strategy]
+        parts += [f"tensor {self.tensor}"] if self.tensor > 1 else []
+        parts += [f"pipeline {self.pipeline}"] if self.pipeline > 1 else []
+        parts += [f"{self.recomputation} recomputation"] if self.recomputation != "none" else []
+        return ", ".join(parts)

@@ -1,0 +1,302 @@
+"""Estimate the time of a training step: computation, communication, overlap, pipeline bubble and memory.
+
+- Computation: matrix products take FLOPs / (peak x `matmul_fraction`), fused attention FLOPs / (peak x
+  `attention_fraction`), and everything else the bytes it reads and writes / memory bandwidth.
+- The backward pass takes twice the forward pass. Recomputation repeats the forward pass, or attention alone.
+- Tensor parallelism communicates twice per layer and pass, and does not overlap.
+- The communication of data parallelism overlaps with computation, except for the first or last layer (`overlapped`).
+- A pipeline of p stages and m micro-batches is idle for (p - 1) / m of its busy time, or 1 / v of that with v chunks.
+"""
+
+from dataclasses import dataclass
+
+from ddp_tutorial.planning.communication import (
+    LINK_FRACTION,
+    Group,
+    all_reduce_seconds,
+    group_of,
+    pass_seconds,
+    sent_across,
+    sent_bytes,
+)
+from ddp_tutorial.planning.computation import Passes, hardware_flops_per_token, stage_seconds
+from ddp_tutorial.planning.hardware import Device, Network
+from ddp_tutorial.planning.memory import Memory, memory_of
+from ddp_tutorial.planning.plan import Plan, Precision, Strategy
+from ddp_tutorial.planning.transformer import Transformer
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """The estimated cost of a step. Times are in seconds per step on one device.
+
+    Attributes:
+        plan: The plan.
+        tokens: The global batch size in tokens.
+        compute: Computation, including recomputation.
+        tensor: Communication of tensor parallelism, which does not overlap.
+        bubble: Idle time of the pipeline.
+        exposed: Communication of data parallelism and of the pipeline that does not overlap with computation.
+        communication: All communication of data parallelism and of the pipeline, including the overlapped part.
+        optimizer: The update of the weights.
+        bytes_inside: Bytes that the device sends within its node.
+        bytes_across: Bytes that the device sends to other nodes, averaged over the devices of a node.
+        mfu: Model FLOPs utilization: the model's FLOPs per second, as a fraction of the peak.
+        hfu: Hardware FLOPs utilization, which also counts recomputation.
+        memory: Memory of the device.
+        fits: Whether the device has enough memory.
+    """
+
+    plan: Plan
+    tokens: int
+    compute: float
+    tensor: float
+    bubble: float
+    exposed: float
+    communication: float
+    optimizer: float
+    bytes_inside: float
+    bytes_across: float
+    mfu: float
+    hfu: float
+    memory: Memory
+    fits: bool
+
+    @property
+    def seconds(self) -> float:
+        """The step time in seconds."""
+        return self.compute + self.tensor + self.bubble + self.exposed + self.optimizer
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Tokens per second on all devices."""
+        return self.tokens / self.seconds
+
+    @property
+    def tokens_per_second_per_device(self) -> float:
+        """Tokens per second and device."""
+        return self.tokens_per_second / self.plan.devices
+
+
+def estimate_step(model: Transformer, plan: Plan, device: Device, network: Network) -> Estimate:
+    """Estimate a training step.
+
+    Args:
+        model: The model.
+        plan: The distribution of the step.
+        device: The device.
+        network: The network. A plan for fewer devices than `network.per_node` uses one node.
+
+    Raises:
+        ValueError: If the model or the network does not permit the plan.
+    """
+    check(model, plan, network)
+    passes, tensor = stage_seconds(model, plan, device), tensor_seconds(model, plan, network)
+    forward, backward = passes.forward + tensor.forward, passes.backward + tensor.backward
+    data = data_parallel(model, plan, network)
+    units = max(1, model.layers // plan.pipeline)
+    each = overlapped(forward, data.forward, units) + overlapped(backward, data.backward, units)
+    last = overlapped(forward, data.forward, units) + overlapped(backward, data.backward + data.last, units)
+    messages = plan.accumulation * message_seconds(model, plan, network)
+    busy = plan.accumulation * (forward + backward)
+    exposed = (plan.accumulation - 1) * each + last - busy + data.end + messages
+    tokens = plan.sequences * model.sequence
+    optimizer = optimizer_seconds(model, plan, device, shard_size(plan, network))
+    bubble = (plan.pipeline - 1) / plan.interleaving * (forward + backward)
+    seconds = busy + bubble + exposed + optimizer
+    peak = plan.devices * device.flops * seconds
+    memory = memory_of(model, plan, shard_size(plan, network))
+    bytes_inside, bytes_across = traffic(model, plan, network)
+    return Estimate(
+        plan=plan,
+        tokens=tokens,
+        compute=plan.accumulation * sum(passes),
+        tensor=plan.accumulation * sum(tensor),
+        bubble=bubble,
+        exposed=exposed,
+        communication=plan.accumulation * (data.forward + data.backward) + data.last + data.end + messages,
+        optimizer=optimizer,
+        bytes_inside=bytes_inside,
+        bytes_across=bytes_across,
+        mfu=model.flops_per_token * tokens / peak,
+        hfu=hardware_flops_per_token(model, plan) * tokens / peak,
+        memory=memory,
+        fits=memory.fits(device),
+    )
+
+
+def check(model: Transformer, plan: Plan, network: Network) -> None:
+    """Raise `ValueError` if the model or the network does not permit the plan."""
+    if plan.pipeline * plan.interleaving > model.layers:
+        raise ValueError(
+            f"pipeline x interleaving must be at most the number of layers, {model.layers}, got "
+            f"{plan.pipeline} x {plan.interleaving}"
+        )
+    if model.heads % plan.tensor:
+        raise ValueError(f"tensor must divide the number of heads, {model.heads}, got {plan.tensor}")
+    if plan.data % shard_size(plan, network):
+        raise ValueError(
+            f"shard must divide the degree of data parallelism, {plan.data}, got {shard_size(plan, network)}"
+        )
+
+
+def shard_size(plan: Plan, network: Network) -> int:
+    """Return the number of devices that share the sharded model state. Not all strategies shard all of it."""
+    if plan.strategy != "hsdp":
+        return plan.data
+    return plan.shard or min(plan.data, max(1, network.per_node // plan.tensor))
+
+
+def overlapped(compute: float, communication: float, units: int) -> float:
+    """Return the time of computation and communication that overlap, except for one of `units` equal units.
+
+    The gradients of a layer are reduced while the next layer computes. So the first layer computes alone, and the last
+    layer's reduction is exposed. A gather of weights is the same in reverse.
+    """
+    return max(compute + communication / units, communication + compute / units)
+
+
+# ------------------------------------------------------------------------------------------------------- communication
+
+
+@dataclass(frozen=True)
+class DataParallel:
+    """Seconds of communication of data parallelism.
+
+    Attributes:
+        forward: In the forward pass of each micro-batch.
+        backward: In the backward pass of each micro-batch.
+        last: In the backward pass of the last micro-batch only.
+        end: After the step, without overlap.
+    """
+
+    forward: float = 0.0
+    backward: float = 0.0
+    last: float = 0.0
+    end: float = 0.0
+
+
+def data_parallel(model: Transformer, plan: Plan, network: Network) -> DataParallel:
+    """Return the communication of data parallelism on a device. It is issued once per layer."""
+    units = max(1, model.layers // plan.pipeline)
+    own = model.parameters / (plan.tensor * plan.pipeline)
+    weights, gradients = own * plan.precision.weights / units, own * plan.precision.gradients / units
+    whole, shard, copies = _groups(plan, network)
+    gather, reduce = (units * pass_seconds(shard, network, nbytes) for nbytes in (weights, gradients))
+    all_reduce = units * all_reduce_seconds(whole, network, gradients)
+    over_copies = units * all_reduce_seconds(copies, network, gradients / shard.size)
+    match plan.strategy:
+        case "ddp":
+            return DataParallel(last=all_reduce)
+        case "zero1":
+            return DataParallel(last=reduce, end=gather)
+        case "zero2":
+            return DataParallel(backward=reduce, end=gather)
+    return DataParallel(forward=gather, backward=gather + reduce + over_copies)
+
+
+def _groups(plan: Plan, network: Network) -> tuple[Group, Group, Group]:
+    """Return the groups of all replicas, of the devices that share a copy, and of the copies."""
+    shard = shard_size(plan, network)
+    return (
+        group_of(plan.data, plan.tensor, network.per_node),
+        group_of(shard, plan.tensor, network.per_node),
+        group_of(plan.data // shard, plan.tensor * shard, network.per_node),
+    )
+
+
+def traffic(model: Transformer, plan: Plan, network: Network) -> tuple[float, float]:
+    """Return the bytes that a device sends per step within its node, and to other nodes."""
+    own = model.parameters / (plan.tensor * plan.pipeline)
+    weights, gradients = own * plan.precision.weights, own * plan.precision.gradients
+    whole, shard, copies = _groups(plan, network)
+    times = plan.accumulation
+    passes = {
+        "ddp": [(whole, 2 * gradients)],
+        "zero1": [(whole, gradients + weights)],
+        "zero2": [(whole, times * gradients + weights)],
+    }.get(
+        plan.strategy,
+        [(shard, times * (2 * weights + gradients)), (copies, times * 2 * gradients / shard.size)],
+    )
+    activations = 2 * plan.micro_batch * model.sequence * model.width * times
+    layers = model.layers / plan.pipeline
+    passes.append((group_of(plan.tensor, 1, network.per_node), _tensor_passes(plan) * layers * activations))
+    sent = sum(sent_bytes(group, nbytes) for group, nbytes in passes)
+    across = sum(sent_across(group, nbytes) for group, nbytes in passes)
+    messages = 2 * plan.interleaving * activations / plan.tensor if plan.pipeline > 1 else 0.0
+    if plan.devices > network.per_node:
+        return sent - across, across + messages
+    return sent + messages, 0.0
+
+
+def _tensor_passes(plan: Plan) -> int:
+    """Return the reduce-scatters and all-gathers of tensor parallelism per layer: four in each pass."""
+    return 12 if plan.recomputation == "full" else 8
+
+
+def tensor_seconds(model: Transformer, plan: Plan, network: Network) -> Passes:
+    """Return the time of tensor parallelism's communication for a micro-batch on a stage.
+
+    Each layer has two all-reduces of the activations in the forward pass and two in the backward pass. With sequence
+    parallelism, each all-reduce is a reduce-scatter and an all-gather, which take the same time.
+    """
+    group = group_of(plan.tensor, 1, network.per_node)
+    nbytes = 2 * plan.micro_batch * model.sequence * model.width
+    forward = model.layers / plan.pipeline * 4 * pass_seconds(group, network, nbytes)
+    return Passes(forward, forward * (_tensor_passes(plan) / 4 - 1))
+
+
+def message_seconds(model: Transformer, plan: Plan, network: Network) -> float:
+    """Return the time in which a stage sends activations and gradients of a micro-batch to its neighbors."""
+    if plan.pipeline == 1:
+        return 0.0
+    link = network.inside if plan.devices <= network.per_node else network.across
+    nbytes = 2 * plan.micro_batch * model.sequence * model.width / plan.tensor
+    return 2 * plan.interleaving * link.seconds(nbytes / LINK_FRACTION)
+
+
+def optimizer_seconds(model: Transformer, plan: Plan, device: Device, shard: int) -> float:
+    """Return the time to read and write gradients, optimizer state and weights once, in memory."""
+    own = model.parameters / (plan.tensor * plan.pipeline) / (1 if plan.strategy == "ddp" else shard)
+    precision = plan.precision
+    return own * (2 * precision.optimizer + precision.gradients + precision.weights) / device.memory_bandwidth
+
+
+# ----------------------------------------------------------------------------------------------------------- threshold
+
+
+def tokens_to_hide_communication(
+    strategy: Strategy, devices: int, device: Device, network: Network, precision: Precision | None = None
+) -> float:
+    """Return the tokens per device and micro-batch from which communication is hidden behind computation.
+
+    Let P be the parameters, T the tokens, F the FLOP/s that matrix products reach, and B the bandwidth of the ring.
+
+        DDP    backward 4 P T / F >= all-reduce of g bytes per gradient 2 g P / B          =>  T >= g F / (2 B)
+        ZeRO-3 forward  2 P T / F >= all-gather of w bytes per weight w P / B              =>  T >= w F / (2 B)
+               backward 4 P T / F >= all-gather and reduce-scatter (w + g) P / B           =>  T >= (w + g) F / (4 B)
+
+    P cancels: the threshold does not depend on the size of the model. The ring sends (W - 1) / W of the bytes.
+    Attention, which adds computation, and latency are left out.
+
+    Args:
+        strategy: The strategy. "zero1" and "zero2" reduce half the bytes of "ddp" in the backward pass; their gather
+            at the end of the step is never hidden. "hsdp" is "zero3" within a node.
+        devices: The number of devices.
+        device: The device.
+        network: The network.
+        precision: Bytes per parameter.
+    """
+    weights, gradients = (precision or Precision()).weights, (precision or Precision()).gradients
+    group = group_of(min(devices, network.per_node) if strategy == "hsdp" else devices, 1, network.per_node)
+    if group.size == 1:
+        return 0.0
+    speed = device.flops * device.matmul_fraction
+    per_byte = speed * sent_bytes(group, 1) / group.bandwidth(network)  # FLOPs in the time that a byte takes
+    match strategy:
+        case "ddp":
+            return gradients * per_byte / 2
+        case "zero1" | "zero2":
+            return gradients * per_byte / 4
+    return max(weights / 2, (weights + gradients) / 4) * per_byte
