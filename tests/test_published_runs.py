@@ -1,9 +1,11 @@
 """The table of published training runs is consistent with itself and with the figures of its sources."""
 
 import re
+import statistics
 
 import pytest
 
+from ddp_tutorial.planning.comparison import predict
 from ddp_tutorial.planning.published import CONTEXT_PARALLEL_RUNS, PUBLISHED_RUNS, PublishedRun
 
 RUNS = PUBLISHED_RUNS + CONTEXT_PARALLEL_RUNS
@@ -60,3 +62,25 @@ def test_impossible_plan_is_rejected() -> None:
         PublishedRun(**(fields | {"tensor": 2}))
     with pytest.raises(ValueError, match="not whole micro-batches"):
         PublishedRun(**(fields | {"batch_tokens": 1000}))
+
+
+def test_median_error_of_the_predictions_is_at_most_15_percent() -> None:
+    """The model predicts the throughput of all runs with the same constants."""
+    errors = [predict(run).tokens_per_second_per_device / run.tokens_per_second - 1 for run in PUBLISHED_RUNS]
+    assert statistics.median(map(abs, errors)) <= 0.15
+    assert sum(abs(error) <= 0.15 for error in errors) >= 12
+
+
+@pytest.mark.parametrize("run", PUBLISHED_RUNS, ids=lambda run: run.name)
+def test_prediction_is_of_the_published_plan(run: PublishedRun) -> None:
+    """The estimate has the batch, the devices and the parameters of the run."""
+    estimate = predict(run)
+    assert estimate.tokens == run.batch_tokens
+    assert estimate.plan.devices == run.devices
+    assert estimate.plan.data == run.data
+
+
+def test_context_parallel_run_is_rejected() -> None:
+    """The model does not describe context parallelism."""
+    with pytest.raises(ValueError, match="context parallelism is not modeled"):
+        predict(CONTEXT_PARALLEL_RUNS[0])

@@ -7,7 +7,7 @@
   network with two levels.
 - `memory` computes the bytes on a device.
 - `step` combines these into an estimate.
-- `published` lists training runs that other groups published, against which the predictions are compared.
+- `published` lists training runs that other groups published, and `comparison` predicts them.
 
 For example:
 

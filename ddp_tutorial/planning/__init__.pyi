@@ -1,3 +1,4 @@
+from .comparison import predict as predict
 from .hardware import DEVICES as DEVICES
 from .hardware import NETWORKS as NETWORKS
 from .hardware import Device as Device

@@ -284,6 +284,7 @@ def _meta_405b(devices: int, data: int, tflops: float, mfu: float) -> PublishedR
         data=data,
         tensor=8,
         pipeline=16,
+        chunks=8,
         micro_batch=1,
         gradient_bytes=4,
         batch_tokens=2048 * 8192,
@@ -294,8 +295,9 @@ def _meta_405b(devices: int, data: int, tflops: float, mfu: float) -> PublishedR
         source=_LLAMA3,
         where="Table 4; section 3.3.2",
         note=(
-            "Interleaved schedule with an unstated number of chunks, so this row assumes none. "
-            "The micro-batch is not stated; 1 is assumed. Weights stay gathered after the forward pass: ZeRO-2."
+            "The paper states that a chunk is one layer, and that the embedding and the output layer are chunks, too: "
+            "128 chunks on 16 ranks. The micro-batch is not stated; 1 is assumed. Weights stay gathered after the "
+            "forward pass: ZeRO-2."
         ),
         **_llama("405B"),  # type: ignore[arg-type]
     )

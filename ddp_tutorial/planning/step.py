@@ -127,9 +127,10 @@ def estimate_step(model: Transformer, plan: Plan, device: Device, network: Netwo
 
 def check(model: Transformer, plan: Plan, network: Network) -> None:
     """Raise `ValueError` if the model or the network does not permit the plan."""
-    if plan.pipeline * plan.interleaving > model.layers:
+    chunks = model.layers + 2  # the embedding and the output layer can be chunks of their own, as in Llama 3 405B
+    if plan.pipeline * plan.interleaving > chunks:
         raise ValueError(
-            f"pipeline x interleaving must be at most the number of layers, {model.layers}, got "
+            f"pipeline x interleaving must be at most {chunks}, the number of layers plus 2, got "
             f"{plan.pipeline} x {plan.interleaving}"
         )
     if model.heads % plan.tensor:
