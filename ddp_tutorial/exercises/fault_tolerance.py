@@ -9,13 +9,12 @@ from collections.abc import Callable, Sequence
 from itertools import count
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
 from ddp_tutorial.exercises import Answer, Exercise, WrongAnswerError, expect
-from ddp_tutorial.exercises.plain_torch import read_script
-from ddp_tutorial.exercises.torchrun import Torchrun
+from ddp_tutorial.exercises.torchrun import Torchrun, WrongScript, read_script
 from ddp_tutorial.exercises.words import course, lines_of, make_words, wrong_after_resuming, wrong_from_the_start
 
 # ------------------------------------------------------------------------------------------- 1. which hosts to exclude
@@ -271,25 +270,10 @@ _SOLUTION = Path(__file__).with_name("fault_tolerance_script.py")
 State = dict[str, Any]
 
 
-class Changed(NamedTuple):
-    """A wrong script: the solution with replacements. `texts` alternates between old and new text."""
-
-    texts: tuple[str, ...]
-
-    def write(self, path: Path) -> Path:
-        """Write the wrong script to `path`, and return `path`."""
-        text = _SOLUTION.read_text(encoding="utf-8")
-        for old, new in zip(self.texts[::2], self.texts[1::2], strict=True):
-            assert old in text, f"the solution has no {old!r}"
-            text = text.replace(old, new)
-        path.write_text(text, encoding="utf-8")
-        return path
-
-
-def _test_elastic_script(answer: Path | str | Changed) -> str:
+def _test_elastic_script(answer: Path | str | WrongScript) -> str:
     with TemporaryDirectory() as name:
         folder = Path(name)
-        script = answer.write(folder / "elastic.py") if isinstance(answer, Changed) else Path(answer).resolve()
+        script = answer.write(folder / "elastic.py") if isinstance(answer, WrongScript) else Path(answer).resolve()
         read_script(script)
         torch.save(make_words(), folder / "words.pt")
         done = _stop_by_sigterm(script, folder)
@@ -378,11 +362,15 @@ elastic_script = Exercise(
     test=_test_elastic_script,
     solution=_SOLUTION,
     wrong={
-        "stops only the rank that received the signal": Changed(("dist.all_reduce(flag)", "pass")),
-        "stops without saving": Changed(("(stop or done % every == 0", "(done % every == 0")),
-        "exits in the signal handler": Changed(("received.append(number)", "os._exit(0)")),
-        "gives each of three ranks five words": Changed(("[rank::size]", "[: 16 // size * size][rank::size]")),
-        "takes a mean of means": Changed(("* dist.get_world_size() / total[1]", "/ (following >= 0).sum()")),
+        "stops only the rank that received the signal": WrongScript(_SOLUTION, ("dist.all_reduce(flag)", "pass")),
+        "stops without saving": WrongScript(_SOLUTION, ("(stop or done % every == 0", "(done % every == 0")),
+        "exits in the signal handler": WrongScript(_SOLUTION, ("received.append(number)", "os._exit(0)")),
+        "gives each of three ranks five words": WrongScript(
+            _SOLUTION, ("[rank::size]", "[: 16 // size * size][rank::size]")
+        ),
+        "takes a mean of means": WrongScript(
+            _SOLUTION, ("* dist.get_world_size() / total[1]", "/ (following >= 0).sum()")
+        ),
     },
     hints=(
         "Start from your script of notebook 06. DistributedSampler pads to equal parts, so index the words yourself: "

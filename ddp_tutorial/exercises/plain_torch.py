@@ -1,11 +1,10 @@
 """Exercises of 06_plain_torch: the step to resume from, one step with torch's own DDP, and a complete script."""
 
-import ast
 import os
 from contextlib import nullcontext
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -15,7 +14,7 @@ from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 
 from ddp_tutorial.exercises import Answer, Exercise, WrongAnswerError, expect, numbers, on_ranks
-from ddp_tutorial.exercises.torchrun import Torchrun
+from ddp_tutorial.exercises.torchrun import Torchrun, WrongScript, read_script
 from ddp_tutorial.exercises.words import course, lines_of, make_words, wrong_after_resuming, wrong_from_the_start
 from ddp_tutorial.world import World
 
@@ -239,40 +238,10 @@ _SOLUTION = Path(__file__).with_name("plain_torch_script.py")
 State = dict[str, Any]
 
 
-class Changed(NamedTuple):
-    """A wrong script: the solution with replacements. `texts` alternates between old and new text."""
-
-    texts: tuple[str, ...]
-
-    def write(self, path: Path) -> Path:
-        """Write the wrong script to `path`, and return `path`."""
-        text = _SOLUTION.read_text(encoding="utf-8")
-        for old, new in zip(self.texts[::2], self.texts[1::2], strict=True):
-            assert old in text, f"the solution has no {old!r}"
-            text = text.replace(old, new)
-        path.write_text(text, encoding="utf-8")
-        return path
-
-
-def read_script(script: Path) -> None:
-    """Reject a missing, invalid or unfinished script before any rank starts."""
-    expect(script.is_file(), f"There is no file {script}. Run the cell that writes it.")
-    try:
-        nodes = list(ast.walk(ast.parse(script.read_text(encoding="utf-8"))))
-    except SyntaxError as error:
-        raise WrongAnswerError(f"The script is not valid Python: {error.msg}, in line {error.lineno}.") from None
-    if any(isinstance(node, ast.Raise) and "NotImplementedError" in ast.unparse(node) for node in nodes):
-        raise NotImplementedError
-    imports = [ast.unparse(node) for node in nodes if isinstance(node, ast.Import | ast.ImportFrom)]
-    expect(
-        not any("ddp_tutorial" in each for each in imports), "Use plain torch: the script must not import ddp_tutorial."
-    )
-
-
-def _test_train_script(answer: Path | str | Changed) -> str:
+def _test_train_script(answer: Path | str | WrongScript) -> str:
     with TemporaryDirectory() as name:
         folder = Path(name)
-        script = answer.write(folder / "train.py") if isinstance(answer, Changed) else Path(answer).resolve()
+        script = answer.write(folder / "train.py") if isinstance(answer, WrongScript) else Path(answer).resolve()
         read_script(script)
         torch.save(make_words(), folder / "words.pt")
         saved = _kill_and_load(script, folder)
@@ -370,15 +339,20 @@ train_script = Exercise(
     test=_test_train_script,
     solution=_SOLUTION,
     wrong={
-        "gives both ranks the same words": Changed(("sampler=sampler", "shuffle=False")),
-        "takes a mean of means": Changed(("* dist.get_world_size() / total[1]", "/ (following >= 0).sum()")),
-        "reports the loss of rank 0's letters": Changed(
-            ("total[0].item() / total[1].item()", "loss.item() / (following >= 0).sum().item()")
+        "gives both ranks the same words": WrongScript(_SOLUTION, ("sampler=sampler", "shuffle=False")),
+        "takes a mean of means": WrongScript(
+            _SOLUTION, ("* dist.get_world_size() / total[1]", "/ (following >= 0).sum()")
         ),
-        "calls a barrier on rank 0 only": Changed((_SAVE, f"{_SAVE}                dist.barrier()\n")),
-        "resumes without set_epoch": Changed(("sampler.set_epoch(epoch)", "taken or sampler.set_epoch(epoch)")),
-        "saves without the optimizer": Changed(
-            (', "optimizer": optimizer.state_dict()', "", 'optimizer.load_state_dict(saved["optimizer"])', "pass")
+        "reports the loss of rank 0's letters": WrongScript(
+            _SOLUTION, ("total[0].item() / total[1].item()", "loss.item() / (following >= 0).sum().item()")
+        ),
+        "calls a barrier on rank 0 only": WrongScript(_SOLUTION, (_SAVE, f"{_SAVE}                dist.barrier()\n")),
+        "resumes without set_epoch": WrongScript(
+            _SOLUTION, ("sampler.set_epoch(epoch)", "taken or sampler.set_epoch(epoch)")
+        ),
+        "saves without the optimizer": WrongScript(
+            _SOLUTION,
+            (', "optimizer": optimizer.state_dict()', "", 'optimizer.load_state_dict(saved["optimizer"])', "pass"),
         ),
     },
     hints=(

@@ -9,6 +9,7 @@ Leaving the block kills all processes. torchrun starts each rank in its own sess
 environment variable that they inherit. If this process is killed, torchrun receives SIGTERM and terminates its ranks.
 """
 
+import ast
 import os
 import re
 import subprocess
@@ -17,12 +18,12 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 from uuid import uuid4
 
 import psutil
 
-from ddp_tutorial.exercises import WrongAnswerError
+from ddp_tutorial.exercises import WrongAnswerError, expect
 from ddp_tutorial.processes.process_tags import TORCHRUN, kill_torchrun
 
 STUCK_SECONDS = 8.0  # without a printed line or CPU use
@@ -31,6 +32,37 @@ _BUSY = 0.2  # CPU seconds that count as progress; ranks that wait for one anoth
 # On Linux, torchrun receives SIGTERM when this process exits, and then terminates its ranks.
 _BEGIN = "import ctypes, runpy; getattr(ctypes.CDLL(None), 'prctl', lambda *_: 0)(1, 15); "
 _BEGIN += "runpy.run_module('torch.distributed.run', run_name='__main__', alter_sys=True)"
+
+
+class WrongScript(NamedTuple):
+    """A wrong answer: the solution's script with replacements. `texts` alternates between old and new text."""
+
+    solution: Path
+    texts: tuple[str, ...]
+
+    def write(self, path: Path) -> Path:
+        """Write the wrong script to `path`, and return `path`."""
+        text = self.solution.read_text(encoding="utf-8")
+        for old, new in zip(self.texts[::2], self.texts[1::2], strict=True):
+            assert old in text, f"the solution has no {old!r}"
+            text = text.replace(old, new)
+        path.write_text(text, encoding="utf-8")
+        return path
+
+
+def read_script(script: Path) -> None:
+    """Reject a missing, invalid or unfinished script before any rank starts."""
+    expect(script.is_file(), f"There is no file {script}. Run the cell that writes it.")
+    try:
+        nodes = list(ast.walk(ast.parse(script.read_text(encoding="utf-8"))))
+    except SyntaxError as error:
+        raise WrongAnswerError(f"The script is not valid Python: {error.msg}, in line {error.lineno}.") from None
+    if any(isinstance(node, ast.Raise) and "NotImplementedError" in ast.unparse(node) for node in nodes):
+        raise NotImplementedError
+    imports = [ast.unparse(node) for node in nodes if isinstance(node, ast.Import | ast.ImportFrom)]
+    expect(
+        not any("ddp_tutorial" in each for each in imports), "Use plain torch: the script must not import ddp_tutorial."
+    )
 
 
 class Torchrun:
