@@ -7,7 +7,8 @@
   network with two levels.
 - `memory` computes the bytes on a device.
 - `step` combines these into an estimate.
-- `published` lists training runs that other groups published, and `comparison` predicts them.
+- `choice` compares plans, and `published` lists training runs that other groups published, with which `comparison`
+  compares the predictions.
 
 For example:
 

@@ -1,8 +1,14 @@
+from .choice import RunCost as RunCost
+from .choice import choose as choose
+from .choice import run_cost as run_cost
+from .comparison import Comparison as Comparison
+from .comparison import median_error as median_error
 from .comparison import predict as predict
 from .hardware import DEVICES as DEVICES
 from .hardware import NETWORKS as NETWORKS
 from .hardware import Device as Device
 from .hardware import Network as Network
+from .memory import Memory as Memory
 from .plan import Plan as Plan
 from .plan import Precision as Precision
 from .published import CONTEXT_PARALLEL_RUNS as CONTEXT_PARALLEL_RUNS
@@ -10,6 +16,7 @@ from .published import PUBLISHED_RUNS as PUBLISHED_RUNS
 from .published import PublishedRun as PublishedRun
 from .step import Estimate as Estimate
 from .step import estimate_step as estimate_step
+from .step import overlapped as overlapped
 from .step import tokens_to_hide_communication as tokens_to_hide_communication
 from .transformer import MODELS as MODELS
 from .transformer import Transformer as Transformer

@@ -31,25 +31,26 @@ class Passes(NamedTuple):
 def stage_seconds(model: Transformer, plan: Plan, device: Device) -> Passes:
     """Return the seconds that a pipeline stage computes for a micro-batch. The backward pass includes recomputation.
 
-    All stages are assumed to take the same time, so the output layer counts as a part of each.
+    This is the time of the stage with the most layers. The output layer is divided equally among the stages.
     """
     tokens = plan.micro_batch * model.sequence / plan.tensor
     dense, attention = _dense(model, device), _attention(model, plan, device)
-    output = _output(model, device)
     again = {
         "none": 0.0,
         "selective": 0.0 if plan.fused_attention else attention,
+        "half": dense - model.layer_matrices / device.matmul_flops,
         "full": dense + attention,
     }[plan.recomputation]
     twice = FUSED_BACKWARD if plan.fused_attention else 2.0
-    forward = model.layers * (dense + attention) + output
-    backward = model.layers * (2 * dense + twice * attention + again) + 2 * output
-    return Passes(tokens * forward / plan.pipeline, tokens * backward / plan.pipeline)
+    layers, output = plan.stage_layers(model.layers), _output(model, device) / plan.pipeline
+    forward = layers * (dense + attention) + output
+    backward = layers * (2 * dense + twice * attention + again) + 2 * output
+    return Passes(tokens * forward, tokens * backward)
 
 
 def _dense(model: Transformer, device: Device) -> float:
     """Return the seconds per token of a layer's forward pass, except for attention."""
-    return 2 * model.layer_matrices / _speed(device) + _layer_traffic(model) / device.memory_bandwidth
+    return 2 * model.layer_matrices / device.matmul_flops + _layer_traffic(model) / device.memory_bandwidth
 
 
 def _layer_traffic(model: Transformer) -> int:
@@ -66,17 +67,14 @@ def _attention(model: Transformer, plan: Plan, device: Device) -> float:
     flops = 4 * model.sequence * model.width
     if plan.fused_attention:
         return flops / 2 / (device.flops * device.attention_fraction)
-    return flops / _speed(device) + SCORES * model.heads * model.sequence / device.memory_bandwidth
+    return flops / device.matmul_flops + SCORES * model.heads * model.sequence / device.memory_bandwidth
 
 
 def _output(model: Transformer, device: Device) -> float:
     """Return the seconds per token of the output layer and the loss in the forward pass."""
-    return 2 * model.vocabulary * model.width / _speed(device) + LOGITS * model.vocabulary / device.memory_bandwidth
-
-
-def _speed(device: Device) -> float:
-    """Return the FLOP/s that matrix products reach."""
-    return device.flops * device.matmul_fraction
+    return (
+        2 * model.vocabulary * model.width / device.matmul_flops + LOGITS * model.vocabulary / device.memory_bandwidth
+    )
 
 
 def hardware_flops_per_token(model: Transformer, plan: Plan) -> float:
@@ -84,6 +82,7 @@ def hardware_flops_per_token(model: Transformer, plan: Plan) -> float:
     again = {
         "none": 0,
         "selective": 0 if plan.fused_attention else model.attention_flops,
+        "half": model.layers * model.layer_matrices,
         "full": 2 * model.layers * model.layer_matrices + model.attention_flops,
     }[plan.recomputation]
     return model.flops_per_token + again

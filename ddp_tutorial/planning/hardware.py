@@ -8,6 +8,10 @@ from dataclasses import dataclass
 
 from ddp_tutorial.ddp.link_model import LinkModel
 
+# The fraction of a device's achievable matrix FLOP/s that the matrix products of a training step reach. It is the only
+# fitted number of the model: `comparison.fit` fits it once over all published runs, not per run or device.
+REACHED = 0.7
+
 
 @dataclass(frozen=True)
 class Device:
@@ -15,21 +19,33 @@ class Device:
 
     Attributes:
         name: The name of the device.
-        flops: Peak FLOP/s of dense matrix products in bfloat16 (V100: float16).
+        flops: Peak FLOP/s of dense matrix products in bfloat16.
         memory: Bytes of memory.
         memory_bandwidth: Bytes per second to and from the memory.
-        matmul_fraction: The fraction of `flops` that the matrix products of a training step reach.
-        attention_fraction: The fraction of `flops` that a fused attention kernel (FlashAttention) reaches.
+        achievable: The fraction of `flops` that the best matrix product reaches in a benchmark (`MATMULS`).
+        attention_fraction: The fraction of `flops` that a fused attention kernel reaches (`ATTENTION`).
         source: The address of the data sheet.
+        reached: The fraction of the achievable FLOP/s that the matrix products of a training step reach.
     """
 
     name: str
     flops: float
     memory: float
     memory_bandwidth: float
-    matmul_fraction: float
+    achievable: float
     attention_fraction: float
     source: str
+    reached: float = REACHED
+
+    @property
+    def matmul_fraction(self) -> float:
+        """The fraction of the peak that the matrix products of a training step reach."""
+        return self.achievable * self.reached
+
+    @property
+    def matmul_flops(self) -> float:
+        """The FLOP/s that the matrix products of a training step reach."""
+        return self.flops * self.matmul_fraction
 
 
 @dataclass(frozen=True)
@@ -51,19 +67,22 @@ class Network:
     source: str = ""
 
 
-_A100 = "https://www.nvidia.com/content/dam/en-zz/Solutions/Data-Center/a100/pdf/nvidia-a100-datasheet-us-nvidia-1758950-r4-web.pdf"
-_HOPPER = "https://www.nvidia.com/en-us/data-center/h100/"
+GIB = 2**30  # data sheets write GB for the memory of a device, but these are GiB
+
+# Matrix FLOP/s as a fraction of the peak: A100 271.2 of 312, H100 794.5 of 989, B200 1,745 of 2,250 TFLOP/s.
+MATMULS = "https://github.com/stas00/ml-engineering/tree/master/compute/accelerator#maximum-achievable-matmul-flops"
+# FlashAttention-2: 50 to 73 % of the peak on A100 (https://arxiv.org/abs/2307.08691), 35 % on H100. FlashAttention-3
+# reaches up to 75 % on H100, but most published runs are older.
+ATTENTION = "https://arxiv.org/abs/2407.08608"
 
 DEVICES = {
     device.name: device
     for device in (
-        Device("V100", 125e12, 32e9, 0.9e12, 0.7, 0.3, "https://www.nvidia.com/en-us/data-center/v100/"),
-        Device("A100-40", 312e12, 40e9, 1.555e12, 0.7, 0.5, _A100),
-        Device("A100-80", 312e12, 80e9, 2.039e12, 0.7, 0.5, _A100),
-        Device("H100", 989e12, 80e9, 3.35e12, 0.6, 0.35, _HOPPER),
-        Device("H200", 989e12, 141e9, 4.8e12, 0.6, 0.35, "https://www.nvidia.com/en-us/data-center/h200/"),
-        Device("B200", 2250e12, 180e9, 8e12, 0.6, 0.35, "https://www.nvidia.com/en-us/data-center/dgx-b200/"),
-        Device("TPU v4", 275e12, 32e9, 1.2e12, 0.7, 0.5, "https://cloud.google.com/tpu/docs/v4"),
+        Device("A100-40", 312e12, 40 * GIB, 1.555e12, 0.869, 0.5, "https://www.nvidia.com/en-us/data-center/a100/"),
+        Device("A100-80", 312e12, 80 * GIB, 2.039e12, 0.869, 0.5, "https://www.nvidia.com/en-us/data-center/a100/"),
+        Device("H100", 989e12, 80 * GIB, 3.35e12, 0.803, 0.35, "https://www.nvidia.com/en-us/data-center/h100/"),
+        Device("H200", 989e12, 141 * GIB, 4.8e12, 0.803, 0.35, "https://www.nvidia.com/en-us/data-center/h200/"),
+        Device("B200", 2250e12, 180 * GIB, 8e12, 0.776, 0.35, "https://www.nvidia.com/en-us/data-center/dgx-b200/"),
     )
 }
 
@@ -87,6 +106,13 @@ NETWORKS = {
             LinkModel(NVLINK_LATENCY, 450e9),
             LinkModel(FABRIC_LATENCY, 50e9),
             "https://www.nvidia.com/en-us/data-center/dgx-h100/",
+        ),
+        Network(
+            "DGX B200",  # 1,800 GB/s of NVLink in both directions, 8 network cards of 400 Gbit/s
+            8,
+            LinkModel(NVLINK_LATENCY, 900e9),
+            LinkModel(FABRIC_LATENCY, 50e9),
+            "https://www.nvidia.com/en-us/data-center/dgx-b200/",
         ),
         Network(
             "AWS p4d",  # 400 Gbit/s per node

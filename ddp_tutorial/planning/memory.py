@@ -49,7 +49,7 @@ def memory_of(model: Transformer, plan: Plan, shard: int) -> Memory:
         shard: The number of devices that shard the model state, from 1.
     """
     own = model.parameters / (plan.tensor * plan.pipeline)
-    kind = "zero3" if plan.strategy == "hsdp" else plan.strategy
+    kind = "zero3" if plan.strategy == "hsdp" else plan.sharding
     precision = plan.precision
     state = model_state_bytes(kind, round(own), shard, precision.optimizer, precision.weights, precision.gradients)
     gathered = _gathered_parameters(model) / plan.tensor if kind == "zero3" and shard > 1 else 0.0
@@ -74,7 +74,7 @@ def activation_bytes(model: Transformer, plan: Plan) -> float:
         once = tokens * model.activation_bytes("none", plan.tensor, fused=plan.fused_attention)
     else:
         once = 0.0
-    stage = layer * model.layers / plan.pipeline
+    stage = layer * plan.stage_layers(model.layers)
     extra = 1 + (plan.pipeline - 1) / (plan.pipeline * plan.interleaving) if plan.interleaving > 1 else 1.0
     first = min(plan.pipeline, plan.accumulation) * extra * stage
     output = tokens * (4 * model.width + 4 * model.vocabulary) / plan.tensor  # final norm, input, float32 logits

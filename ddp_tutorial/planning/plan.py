@@ -1,5 +1,6 @@
 """Define how a training step is distributed over devices."""
 
+import math
 from dataclasses import dataclass
 from typing import Literal
 
@@ -65,11 +66,26 @@ class Plan:
             raise ValueError(
                 f"devices must be a multiple of tensor x pipeline = {self.tensor * self.pipeline}, got {self.devices}"
             )
+        if self.strategy == "hsdp" and self.pipeline > 1:
+            raise ValueError("hsdp cannot be combined with a pipeline: use zero1")
 
     @property
     def data(self) -> int:
         """The degree of data parallelism: the number of devices or groups with different samples."""
         return self.devices // (self.tensor * self.pipeline)
+
+    @property
+    def sharding(self) -> Strategy:
+        """The strategy that determines memory and communication.
+
+        In a pipeline, a stage keeps gathered weights and accumulated gradients for all micro-batches, as
+        `torch.distributed.pipelining` does. So "zero2" and "zero3" then equal "zero1".
+        """
+        return "zero1" if self.pipeline > 1 and self.strategy in {"zero2", "zero3"} else self.strategy
+
+    def stage_layers(self, layers: int) -> int:
+        """Return the layers of the largest pipeline stage, for a model of `layers` layers."""
+        return self.interleaving * math.ceil(layers / (self.pipeline * self.interleaving))
 
     @property
     def sequences(self) -> int:

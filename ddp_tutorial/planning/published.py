@@ -18,8 +18,9 @@ device, and only that number is compared with a prediction.
 from dataclasses import dataclass
 from typing import Literal
 
+from ddp_tutorial.planning.transformer import Recomputation
+
 Unit = Literal["tokens/s/device", "step seconds", "TFLOP/s/device"]
-Recompute = Literal["none", "selective", "full"]
 Convention = Literal["none", "model", "hardware, Megatron", "hardware, 8 N"]
 
 _LLM_FOUNDRY = "https://github.com/mosaicml/llm-foundry/blob/main/scripts/train/benchmarking/README.md"
@@ -60,7 +61,7 @@ class PublishedRun:
         chunks: Model chunks per pipeline rank. Above 1, the schedule is interleaved.
         context: Context-parallel ranks, which split each sequence.
         micro_batch: Sequences per micro-batch and data-parallel rank.
-        recompute: The activations that the backward pass recomputes.
+        recompute: The activations that the backward pass recomputes. "half" is torchtitan's selective option "op".
         gradient_bytes: Bytes per gradient value that is sent.
         batch_tokens: Tokens per optimizer step, over all devices.
         value: The published figure.
@@ -102,7 +103,7 @@ class PublishedRun:
     pipeline: int = 1
     chunks: int = 1
     context: int = 1
-    recompute: Recompute = "none"
+    recompute: Recomputation = "none"
     gradient_bytes: int = 2
     convention: Convention = "none"
     mfu: float | None = None
@@ -161,7 +162,7 @@ def _mpt(
     batch_tokens: int,
     tokens_per_second: float,
     mfu: float,
-    recompute: Recompute,
+    recompute: Recomputation,
 ) -> PublishedRun:
     """Return a row of the tables of llm-foundry: FULL_SHARD, sequences of 2,048 tokens.
 
@@ -237,7 +238,7 @@ def _titan(
     devices: int,
     micro_batch: int,
     tokens_per_second: float,
-    recompute: Recompute,
+    recompute: Recomputation,
     where: str,
     mfu: float | None = None,
 ) -> PublishedRun:
@@ -323,7 +324,7 @@ def _gpt3(
     chunks: int = 1,
     fabric_gbit: float = 200,
     fabric_published: bool = True,
-    recompute: Recompute = "full",
+    recompute: Recomputation = "full",
     gradient_bytes: int = 2,
     convention: Convention = "none",
     mfu: float | None = None,
@@ -459,10 +460,10 @@ PUBLISHED_RUNS: tuple[PublishedRun, ...] = (
     _mpt("MPT-1B, 64 H100", _MPT_1B, "H100", 64, 20, 2621440, 44402, 40.85, "none"),
     _mpt("MPT-13B, 64 H100", _MPT_13B, "H100", 64, 2, 262144, 4800, 39.86, "none"),
     _mpt("MPT-70B, 64 H100", _MPT_70B, "H100", 64, 8, 4194304, 1039, 42.57, "full"),
-    _titan("8B", "A100-80", 64, 1, 2973, "selective", "Table 'Llama 3', row 8B, selective op", 58.2),
+    _titan("8B", "A100-80", 64, 1, 2973, "half", "Table 'Llama 3', row 8B, selective op", 58.2),
     _titan("70B", "A100-80", 64, 1, 331, "full", "Table 'Llama 3', row 70B, full", 51.7),
-    _titan("8B", "H100", 8, 2, 6667, "selective", "Table 1, FSDP + torch.compile"),
-    _titan("8B", "H100", 128, 2, 6514, "selective", "Table 3, FSDP + torch.compile"),
+    _titan("8B", "H100", 8, 2, 6667, "half", "Table 1, FSDP + torch.compile"),
+    _titan("8B", "H100", 128, 2, 6514, "half", "Table 3, FSDP + torch.compile"),
     _gpt3(
         "GPT-NeoX-20B, 96 A100",
         "GPT-NeoX",

@@ -1,11 +1,14 @@
 """Estimate the time of a training step: computation, communication, overlap, pipeline bubble and memory.
 
-- Computation: matrix products take FLOPs / (peak x `matmul_fraction`), fused attention FLOPs / (peak x
-  `attention_fraction`), and everything else the bytes it reads and writes / memory bandwidth.
-- The backward pass takes twice the forward pass. Recomputation repeats the forward pass, or attention alone.
-- Tensor parallelism communicates twice per layer and pass, and does not overlap.
-- The communication of data parallelism overlaps with computation, except for the first or last layer (`overlapped`).
-- A pipeline of p stages and m micro-batches is idle for (p - 1) / m of its busy time, or 1 / v of that with v chunks.
+- Computation: matrix products run at `Device.matmul_flops` and fused attention at `attention_fraction` of the peak. All
+  other operations take the bytes that they read and write, divided by the memory bandwidth (`computation`).
+- The backward pass takes twice as long as the forward pass. Recomputation repeats all or part of the forward pass.
+- Tensor parallelism communicates twice per layer and pass, without overlap.
+- Data parallelism communicates once per layer. All but one layer's communication overlaps with computation
+  (`overlapped`), except for the gather of updated weights of "zero1" and "zero2" at the end.
+- A pipeline of p stages and m micro-batches is idle for (p - 1) / m of its busy time. With v chunks per stage, this is
+  (p - 1) / (m v), and the messages between stages overlap with the computation of other chunks (Narayanan et al.,
+  2021).
 """
 
 from dataclasses import dataclass
@@ -94,12 +97,13 @@ def estimate_step(model: Transformer, plan: Plan, device: Device, network: Netwo
     passes, tensor = stage_seconds(model, plan, device), tensor_seconds(model, plan, network)
     forward, backward = passes.forward + tensor.forward, passes.backward + tensor.backward
     data = data_parallel(model, plan, network)
-    units = max(1, model.layers // plan.pipeline)
+    units = plan.stage_layers(model.layers)
     each = overlapped(forward, data.forward, units) + overlapped(backward, data.backward, units)
     last = overlapped(forward, data.forward, units) + overlapped(backward, data.backward + data.last, units)
     messages = plan.accumulation * message_seconds(model, plan, network)
+    waiting = messages if plan.interleaving == 1 else 0.0
     busy = plan.accumulation * (forward + backward)
-    exposed = (plan.accumulation - 1) * each + last - busy + data.end + messages
+    exposed = (plan.accumulation - 1) * each + last - busy + data.end + waiting
     tokens = plan.sequences * model.sequence
     optimizer = optimizer_seconds(model, plan, device, shard_size(plan, network))
     bubble = (plan.pipeline - 1) / plan.interleaving * (forward + backward)
@@ -179,14 +183,14 @@ class DataParallel:
 
 def data_parallel(model: Transformer, plan: Plan, network: Network) -> DataParallel:
     """Return the communication of data parallelism on a device. It is issued once per layer."""
-    units = max(1, model.layers // plan.pipeline)
+    units = plan.stage_layers(model.layers)
     own = model.parameters / (plan.tensor * plan.pipeline)
     weights, gradients = own * plan.precision.weights / units, own * plan.precision.gradients / units
     whole, shard, copies = _groups(plan, network)
     gather, reduce = (units * pass_seconds(shard, network, nbytes) for nbytes in (weights, gradients))
     all_reduce = units * all_reduce_seconds(whole, network, gradients)
     over_copies = units * all_reduce_seconds(copies, network, gradients / shard.size)
-    match plan.strategy:
+    match plan.sharding:
         case "ddp":
             return DataParallel(last=all_reduce)
         case "zero1":
@@ -217,11 +221,11 @@ def traffic(model: Transformer, plan: Plan, network: Network) -> tuple[float, fl
         "zero1": [(whole, gradients + weights)],
         "zero2": [(whole, times * gradients + weights)],
     }.get(
-        plan.strategy,
+        plan.sharding,
         [(shard, times * (2 * weights + gradients)), (copies, times * 2 * gradients / shard.size)],
     )
     activations = 2 * plan.micro_batch * model.sequence * model.width * times
-    layers = model.layers / plan.pipeline
+    layers = plan.stage_layers(model.layers)
     passes.append((group_of(plan.tensor, 1, network.per_node), _tensor_passes(plan) * layers * activations))
     sent = sum(sent_bytes(group, nbytes) for group, nbytes in passes)
     across = sum(sent_across(group, nbytes) for group, nbytes in passes)
@@ -244,7 +248,7 @@ def tensor_seconds(model: Transformer, plan: Plan, network: Network) -> Passes:
     """
     group = group_of(plan.tensor, 1, network.per_node)
     nbytes = 2 * plan.micro_batch * model.sequence * model.width
-    forward = model.layers / plan.pipeline * 4 * pass_seconds(group, network, nbytes)
+    forward = plan.stage_layers(model.layers) * 4 * pass_seconds(group, network, nbytes)
     return Passes(forward, forward * (_tensor_passes(plan) / 4 - 1))
 
 
@@ -293,7 +297,7 @@ def tokens_to_hide_communication(
     group = group_of(min(devices, network.per_node) if strategy == "hsdp" else devices, 1, network.per_node)
     if group.size == 1:
         return 0.0
-    speed = device.flops * device.matmul_fraction
+    speed = device.matmul_flops
     per_byte = speed * sent_bytes(group, 1) / group.bandwidth(network)  # FLOPs in the time that a byte takes
     match strategy:
         case "ddp":

@@ -11,7 +11,7 @@ Activations follow Korthikanti et al., "Reducing activation recomputation in lar
 from dataclasses import dataclass
 from typing import Literal
 
-Recomputation = Literal["none", "selective", "full"]
+Recomputation = Literal["none", "selective", "half", "full"]
 
 
 @dataclass(frozen=True)
@@ -103,6 +103,8 @@ class Transformer:
 
         Args:
             recomputation: "full" stores only the input of a layer. "selective" recomputes the scores of attention.
+                "half" recomputes every second matrix product and everything between them, as torchtitan's selective
+                option "op" does; it stores about half of the activations.
             tensor: The number of devices t that share a layer by tensor and sequence parallelism.
             fused: Whether a fused kernel computes attention. It never stores the scores.
         """
@@ -113,9 +115,10 @@ class Transformer:
         attention = (
             2 * h + 2 * h + 4 * self.kv_width + 2 * h
         )  # input; queries; keys and values; input of the projection
-        feed_forward = 2 * h + (8 * f if self.gated else 4 * f)
+        feed_forward = 2 * h + (6 * f if self.gated else 4 * f)
         scores = 0 if fused or recomputation == "selective" else self.heads * self.sequence * (5 if self.dropout else 4)
-        return (4 * h + attention + feed_forward + masks + scores) / tensor
+        stored = 4 * h + attention + feed_forward + masks + scores
+        return (stored / 2 if recomputation == "half" else stored) / tensor
 
 
 MODELS = {
