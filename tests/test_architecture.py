@@ -38,7 +38,7 @@ ROOMS = {
     "debug": "processes ddp accumulation zero runs training",
     "live": "processes cluster debug",
     "museum": "processes debug",
-    "exercises": "processes sharding ddp accumulation zero pipeline planning experiments debug live museum",
+    "exercises": "processes cluster sharding ddp accumulation zero pipeline planning experiments debug live museum",
     "examples": "processes sharding ddp checkpoint training",
     "configs": "",
     "peers": "sharding ddp checkpoint training examples",

@@ -16,6 +16,7 @@ import pytest
 import torch
 
 import ddp_tutorial.exercises
+from ddp_tutorial.cluster import unsupported_reason
 from ddp_tutorial.ddp.config import DDPConfig
 from ddp_tutorial.ddp.wrappers import data_parallel
 from ddp_tutorial.exercises import Card, Exercise, WrongAnswerError, expect, globals_in
@@ -96,6 +97,8 @@ def test_memory_that_a_torch_thread_releases_late_is_tolerated():
 def test_a_wrong_answer_is_rejected_with_a_reason(name, mistake, request):
     if (name, mistake) not in STUCK:
         request.getfixturevalue("patient")
+    if name == "cluster.hierarchical" and (reason := unsupported_reason()):
+        pytest.skip(reason)  # without hosts, the check does not measure the bytes between them
     right, said = EXERCISES[name].verdict(EXERCISES[name].wrong[mistake])
     assert not right, f"{name} accepts an answer that {mistake}"
     assert said.startswith("Not yet. ")

@@ -1,195 +1,26 @@
-"""Exercises of 15_cluster: communication times, micro-batches for a slow network, and unreachable hosts."""
+"""Exercises of 15_cluster: unreachable hosts, the transports in NCCL's log, and a hierarchical all-reduce."""
 
-from collections.abc import Mapping
+import os
+import re
+import socket
+import struct
+import time
+from collections.abc import Callable, Mapping
+from contextlib import closing
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, NamedTuple
 
-from ddp_tutorial.exercises import Answer, Exercise, WrongAnswerError, expect, number
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
 
-# -------------------------------------------------------------------------------------------------- 1. time on the wire
+from ddp_tutorial.cluster import Cluster, unsupported_reason
+from ddp_tutorial.exercises import Answer, Exercise, WrongAnswerError, expect, on_ranks
+from ddp_tutorial.processes.errors import RankTimeoutError
+from ddp_tutorial.world import World
 
-
-def _wire_seconds(nbytes: int, ranks: int, bits_per_second: float) -> float:
-    sent = 2 * (ranks - 1) / ranks * nbytes  # per rank, in a ring
-    return sent * 1514 / 1448 * 8 / bits_per_second
-
-
-def _takes_bits_for_bytes(nbytes: int, ranks: int, bits_per_second: float) -> float:
-    return _wire_seconds(nbytes, ranks, bits_per_second) / 8
-
-
-def _sends_all_to_each(nbytes: int, ranks: int, bits_per_second: float) -> float:
-    return 2 * (ranks - 1) * nbytes * 1514 / 1448 * 8 / bits_per_second
-
-
-def _sends_once(nbytes: int, ranks: int, bits_per_second: float) -> float:
-    return nbytes * 1514 / 1448 * 8 / bits_per_second
-
-
-def _without_headers(nbytes: int, ranks: int, bits_per_second: float) -> float:
-    return 2 * (ranks - 1) / ranks * nbytes * 8 / bits_per_second
-
-
-_WHY = {
-    _takes_bits_for_bytes: "bandwidth is given in bits per second, and a byte has 8 bits",
-    _sends_all_to_each: "in each round, a ring sends only a part of the bytes",
-    _sends_once: "this is right only for two ranks; each of N ranks sends 2 (N - 1) / N times the bytes",
-    _without_headers: "1,448 bytes of data take 1,514 bytes on the wire",
-}
-
-
-def _test_wire(answer: Answer) -> str:
-    for case in [(3_318_784, 2, 1e8), (3_318_784, 8, 1e9), (2**20, 4, 1e10)]:
-        right, got = _wire_seconds(*case), number(answer, *case)
-        why = next((f" Hint: {why}." for wrong, why in _WHY.items() if abs(wrong(*case) - got) < 1e-9), "")
-        nbytes, ranks, bits = case
-        what = f"{nbytes:,} bytes on {ranks} ranks at {bits:,.0f} bit/s: must be {right:.6f} s, got {got:.6f} s."
-        expect(abs(got / right - 1) < 1e-3, what + why)
-    return "The rest of the measured time is latency, and CPU time for copies and additions."
-
-
-wire_seconds = Exercise(
-    task=(
-        "wire_seconds(nbytes, ranks, bits_per_second): return the seconds for which each rank's link is busy in a ring "
-        "all-reduce of nbytes, if every 1,448 bytes of data take 1,514 bytes on the wire."
-    ),
-    test=_test_wire,
-    solution=_wire_seconds,
-    wrong={
-        "confuses bits and bytes": _takes_bits_for_bytes,
-        "sends all bytes in each round": _sends_all_to_each,
-        "ignores the number of ranks": _sends_once,
-        "forgets the headers": _without_headers,
-    },
-    hints=(
-        "A ring of N ranks has 2 (N - 1) rounds. In each round, a rank sends 1/N of the bytes.",
-        "Each rank sends 2 (N - 1) / N * nbytes. Add the headers, convert to bits (8 per byte), divide by the rate.",
-    ),
-)
-
-# ----------------------------------------------------------------------------------------------------- 2. distant hosts
-
-
-def _far_seconds(nbytes: int, tensors: int, ranks: int, delay: float, bytes_per_second: float) -> float:
-    rounds = 2 * (ranks - 1)
-    return tensors * rounds * 2 * delay + rounds * nbytes / ranks / bytes_per_second
-
-
-def _data_unasked(nbytes: int, tensors: int, ranks: int, delay: float, bytes_per_second: float) -> float:
-    return _far_seconds(nbytes, tensors, ranks, delay / 2, bytes_per_second)
-
-
-def _delayed_once(nbytes: int, tensors: int, ranks: int, delay: float, bytes_per_second: float) -> float:
-    return _far_seconds(nbytes, 1, ranks, delay, bytes_per_second)
-
-
-def _all_for_each(nbytes: int, tensors: int, ranks: int, delay: float, bytes_per_second: float) -> float:
-    return tensors * _far_seconds(nbytes, 1, ranks, delay, bytes_per_second)
-
-
-def _two_ranks(nbytes: int, tensors: int, ranks: int, delay: float, bytes_per_second: float) -> float:
-    return _far_seconds(nbytes, tensors, 2, delay, bytes_per_second)
-
-
-_WHY_FAR = {
-    _data_unasked: "in each round, the receiver first sends a message that it is ready, and then the data is sent",
-    _delayed_once: "each tensor waits for the previous one, so every tensor has its own delays",
-    _all_for_each: "nbytes is the total of all tensors, so these bytes are sent once",
-    _two_ranks: "this is right only for two ranks; more ranks need more rounds",
-}
-
-
-def _test_far(answer: Answer) -> str:
-    for case in [(3_318_784, 1, 2, 5e-3, 1.2e8), (3_318_784, 30, 2, 5e-3, 1.2e8), (2**20, 3, 8, 1e-3, 1.2e7)]:
-        right, got = _far_seconds(*case), number(answer, *case)
-        why = next((f" Hint: {why}." for wrong, why in _WHY_FAR.items() if abs(wrong(*case) - got) < 1e-9), "")
-        nbytes, tensors, ranks, delay, bandwidth = case
-        what = f"{nbytes:,} bytes in {tensors} tensors, {ranks} ranks, {1e3 * delay:g} ms, {bandwidth:,.0f} bytes/s"
-        expect(abs(got / right - 1) < 1e-3, f"{what}: must be {right:.4f} s, got {got:.4f} s.{why}")
-    return "Over long distances, use few large all-reduces: they send the same bytes with fewer delays."
-
-
-far_seconds = Exercise(
-    task=(
-        "far_seconds(nbytes, tensors, ranks, delay, bytes_per_second): return the seconds that gloo's ring all-reduces "
-        "of `tensors` tensors, with nbytes bytes in total, take one after another. Every message between hosts is "
-        "delayed by `delay` seconds, and data is sent only after the receiver's message that it is ready."
-    ),
-    test=_test_far,
-    solution=_far_seconds,
-    wrong={
-        "sends data before the receiver is ready": _data_unasked,
-        "counts the delays of one tensor only": _delayed_once,
-        "sends all bytes for each tensor": _all_for_each,
-        "has two rounds for any number of ranks": _two_ranks,
-    },
-    hints=(
-        "A ring of N ranks has 2 (N - 1) rounds. How many messages does a round send one after another?",
-        "In a round, the ready message takes one delay; then 1/N of the bytes takes one delay plus its transfer time.",
-        "Add tensors * 2 (N - 1) * 2 * delay and 2 (N - 1) / N * nbytes / bytes_per_second.",
-    ),
-)
-
-# --------------------------------------------------------------------------------------- 3. the number of micro-batches
-
-
-def _micro_batches(compute: float, communication: float, wanted: float) -> int:
-    number = 1
-    while number * compute < wanted * (number * compute + communication):
-        number += 1
-    return number
-
-
-def _one_too_few(compute: float, communication: float, wanted: float) -> int:
-    return max(1, _micro_batches(compute, communication, wanted) - 1)
-
-
-def _as_long_as_communication(compute: float, communication: float, wanted: float) -> int:
-    number = 1
-    while number * compute < communication:
-        number += 1
-    return number
-
-
-def _of_the_communication(compute: float, communication: float, wanted: float) -> int:
-    number = 1
-    while number * compute < wanted * communication:
-        number += 1
-    return number
-
-
-def _test_micro_batches(answer: Answer) -> str:
-    for compute, communication, wanted in [(0.1, 0.28, 0.8), (0.1, 0.028, 0.9), (0.05, 0.001, 0.9), (0.02, 1.0, 0.5)]:
-        right, got = _micro_batches(compute, communication, wanted), number(answer, compute, communication, wanted)
-        if got != right:
-            reached = {n: n * compute / (n * compute + communication) for n in (got, right)}
-            raise WrongAnswerError(
-                f"{compute} s per micro-batch, {communication} s of communication per step, at least {wanted:.0%}: "
-                f"the result must be {right} micro-batches, the smallest number that is enough "
-                f"({reached[right]:.0%} of a step), got {got:g} ({reached[got]:.0%})."
-            )
-    return "The batch grows by the same factor. Notebook 08 shows how that affects the loss."
-
-
-micro_batches = Exercise(
-    task=(
-        "micro_batches(compute, communication, wanted): return the smallest number of micro-batches per step for which "
-        "the ranks compute for at least the fraction `wanted` of the step. A micro-batch takes `compute` seconds. The "
-        "ranks communicate once per step for `communication` seconds, without overlap."
-    ),
-    test=_test_micro_batches,
-    solution=_micro_batches,
-    wrong={
-        "returns one too few": _one_too_few,
-        "stops when computation takes as long as communication": _as_long_as_communication,
-        "uses a fraction of the communication, not of the step": _of_the_communication,
-        "communicates after each micro-batch": lambda compute, communication, wanted: 1,
-    },
-    hints=(
-        "A step of n micro-batches takes n * compute + communication. Which fraction of it is computation?",
-        "Try n = 1, 2, 3, ... until n * compute / (n * compute + communication) is at least `wanted`.",
-    ),
-)
-
-# ------------------------------------------------------------------------------------------------- 4. unreachable hosts
+# ------------------------------------------------------------------------------------------------- 1. unreachable hosts
 
 Missed = Mapping[str, set[str]]
 
@@ -243,5 +74,381 @@ who_is_lost = Exercise(
         "To decide about n1, use the reports of all hosts except n1 itself.",
         "A host without power is not a key of `missed`, but may be lost: collect the names from the sets, too.",
         "A host is lost if it is in missed[other] for every other host that reports.",
+    ),
+)
+
+# ------------------------------------------------------------------------------------------ 2. transports in NCCL's log
+
+Links = dict[tuple[str, str], set[str]]
+
+# Two hosts with two GPUs each. n1 has no InfiniBand device, so n1 sends and receives through TCP sockets, but n0 sends
+# on InfiniBand in one channel. The lines of a real log are equally unsorted.
+_LOG = """\
+n0:919:1150 [0] NCCL INFO Bootstrap : Using eth0:10.0.0.1<0>
+n0:919:1150 [0] NCCL INFO NET/IB : Using [0]mlx5_0:1/IB [1]mlx5_1:1/IB ; OOB eth0:10.0.0.1<0>
+n0:919:1150 [0] NCCL INFO Channel 00/0 : 0[0] -> 1[1] via P2P/CUMEM
+n1:404:771 [1] NCCL INFO Channel 00/0 : 1[1] -> 3[1] [receive] via NET/IB/0
+n0:920:1151 [1] NCCL INFO Channel 01/0 : 1[1] -> 0[0] via P2P/CUMEM
+n1:403:770 [0] NCCL INFO Channel 00/0 : 2[0] -> 0[0] [send] via NET/Socket/3
+n1:403:770 [0] NCCL INFO Channel 01/0 : 0[0] -> 2[0] [receive] via NET/Socket/0
+n0:920:1151 [1] NCCL INFO Channel 00/0 : 1[1] -> 3[1] [send] via NET/IB/1/GDRDMA
+n1:404:771 [1] NCCL INFO Channel 00/0 : 3[1] -> 2[0] via P2P/CUMEM
+n1:404:771 [1] NCCL INFO Connected all rings
+"""
+# One rank per host, so no host communicates inside. n3 logs only what it receives: its other lines are missing.
+_LOG_OF_FOUR = """\
+n3:12:51 [0] NCCL INFO Channel 00/0 : 2[0] -> 3[0] [receive] via NET/IB/10/GDRDMA
+n2:12:51 [0] NCCL INFO Channel 00/0 : 2[0] -> 3[0] [send] via NET/IB/10/GDRDMA
+n0:12:51 [0] NCCL INFO Channel 00/0 : 0[0] -> 1[0] [send] via NET/Socket/1
+n1:12:51 [0] NCCL INFO Channel 00/0 : 1[0] -> 2[0] [send] via NET/IB/10
+n2:12:51 [0] NCCL INFO Trees [0] 3/-1/-1->2->1
+n0:12:51 [0] NCCL INFO Channel 00/0 : 3[0] -> 0[0] [receive] via NET/Socket/1
+"""
+_LINKS: list[tuple[str, str, Links]] = [
+    (
+        "two hosts with two ranks each",
+        _LOG,
+        {
+            ("n0", "n1"): {"NET/IB/GDRDMA", "NET/IB", "NET/Socket"},
+            ("n1", "n0"): {"NET/Socket"},
+        },
+    ),
+    (
+        "four hosts with one rank each",
+        _LOG_OF_FOUR,
+        {
+            ("n0", "n1"): {"NET/Socket"},
+            ("n1", "n2"): {"NET/IB"},
+            ("n2", "n3"): {"NET/IB/GDRDMA"},
+            ("n3", "n0"): {"NET/Socket"},
+        },
+    ),
+]
+_CHANNEL = r"(\w+):\S+ \[\d+\] NCCL INFO Channel \S+ : (\d+)\[\d+\] -> (\d+)\[\d+\] (?:\[(\w+)\] )?via (\S+)"
+
+
+def _links(log: str) -> Links:
+    lines = re.findall(
+        r"(\w+):\S+ \[\d+\] NCCL INFO Channel \S+ : (\d+)\[\d+\] -> (\d+)\[\d+\] (?:\[(\w+)\] )?via (\S+)", log
+    )
+    host_of = {}
+    for host, sender, receiver, direction, _ in lines:
+        host_of[receiver if direction == "receive" else sender] = host  # the rank that prints the line
+    found: Links = {}
+    for _, sender, receiver, _, transport in lines:
+        pair = host_of[sender], host_of.get(receiver, "")
+        if transport.startswith("NET/"):
+            found.setdefault(pair, set()).add(re.sub(r"/\d+", "", transport))  # without the number of the NIC
+    return found
+
+
+def _keeps_the_number(log: str) -> Links:
+    lines = re.findall(_CHANNEL, log)
+    host_of = {(line[2] if line[3] == "receive" else line[1]): line[0] for line in lines}
+    found: Links = {}
+    for _, sender, receiver, _, transport in lines:
+        if transport.startswith("NET/"):
+            found.setdefault((host_of[sender], host_of[receiver]), set()).add(transport)
+    return found
+
+
+def _sender_prints_every_line(log: str) -> Links:
+    lines = re.findall(_CHANNEL, log)
+    host_of = {line[1]: line[0] for line in lines}
+    found: Links = {}
+    for _, sender, receiver, _, transport in lines:
+        if transport.startswith("NET/"):
+            found.setdefault((host_of[sender], host_of.get(receiver, "?")), set()).add(re.sub(r"/\d+", "", transport))
+    return found
+
+
+def _send_lines_only(log: str) -> Links:
+    return _links("".join(line for line in log.splitlines(keepends=True) if "[receive]" not in line))
+
+
+def _with_links_inside(log: str) -> Links:
+    found = _links(log)
+    for host, *_, transport in re.findall(_CHANNEL, log):
+        if transport.startswith("P2P"):
+            found.setdefault((host, host), set()).add("P2P/CUMEM")
+    return found
+
+
+def _cuts_after_net(log: str) -> Links:
+    return {pair: {"/".join(each.split("/")[:2]) for each in names} for pair, names in _links(log).items()}
+
+
+def _test_links(answer: Answer) -> str:
+    for case, log, right in _LINKS:
+        got = answer(log)
+        if not isinstance(got, dict) or not all(isinstance(each, (set, frozenset)) for each in got.values()):
+            raise WrongAnswerError(f"The result must be a dict of sets, got {got!r}.")
+        for pair in sorted(right.keys() | got.keys()):
+            expect(
+                got.get(pair, set()) == right.get(pair, set()),
+                f"{case}: for {pair}, the result must be {sorted(right.get(pair, set())) or 'missing'}, got "
+                f"{sorted(got.get(pair, set())) or 'nothing'}. The log is:\n{log}",
+            )
+    return "One host whose network falls back to TCP slows every all-reduce down, and no error appears."
+
+
+links = Exercise(
+    task=(
+        "links(log): `log` is the NCCL_DEBUG=INFO output of all ranks. Return how different hosts communicate: a dict "
+        "that maps (sending host, receiving host), such as ('n0', 'n1'), to the set of transports, such as "
+        "{'NET/IB/GDRDMA', 'NET/Socket'}, without the number of the NIC."
+    ),
+    test=_test_links,
+    solution=_links,
+    wrong={
+        "keeps the number of the NIC": _keeps_the_number,
+        "assumes that the sender prints every line": _sender_prints_every_line,
+        "reads only the sending side": _send_lines_only,
+        "includes the links inside a host": _with_links_inside,
+        "does not distinguish GPUDirect RDMA": _cuts_after_net,
+    },
+    hints=(
+        "In '1[1] -> 3[1]', the numbers are ranks, and the numbers in brackets are GPUs. The line starts with the host "
+        "of the rank that prints it: the receiver if the line contains [receive], and otherwise the sender.",
+        "First read all lines to find the host of each rank. Then read them again to collect the transports.",
+        "NET/IB/3/GDRDMA uses NIC 3: re.sub(r'/\\d+', '', transport) removes the number.",
+    ),
+)
+
+# ----------------------------------------------------------------------------------------- 3. a hierarchical all-reduce
+
+AllReduce = Callable[[torch.Tensor], None]
+_HOSTS = (2, 3)
+_PER_HOST = 2
+_LENGTHS = (1, 7, 500_001)  # the last one is long enough to measure, and the number of ranks divides none of them
+_MOST = 1.2  # times the bytes of the payload: headers, and messages of the protocol
+
+
+class _Reduced(NamedTuple):
+    """The outcome on one rank."""
+
+    right: list[bool]  # for each length
+    sent: int  # bytes of the last tensor that this rank sent to other hosts
+
+
+def _bytes_sent_away() -> dict[int, int]:
+    """Return, for each open TCP socket to a different host, the bytes that the kernel has delivered."""
+    found = {}
+    for path in Path("/proc/self/fd").iterdir():
+        try:
+            duplicate = os.dup(int(path.name))
+        except OSError:  # the descriptor of the listing itself
+            continue
+        try:
+            connection = socket.socket(fileno=duplicate)
+        except OSError:  # not a socket
+            os.close(duplicate)
+            continue
+        with closing(connection):
+            try:
+                away = connection.getpeername()[0] != connection.getsockname()[0]
+                info = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 128)
+            except (OSError, IndexError):  # a socket that listens, or that is not TCP
+                continue
+            if away:
+                found[int(path.name)] = struct.unpack_from("Q", info, 120)[0]  # tcpi_bytes_acked
+    return found
+
+
+def _reduce_on_rank(world: World, make: Callable[[World], AllReduce], measure: bool) -> _Reduced:
+    all_reduce = make(world)
+    if not callable(all_reduce):
+        raise WrongAnswerError(f"hierarchical(world) must return a function, got {all_reduce!r}.")
+    right, before = [], {}
+    for length in _LENGTHS:
+        tensor = (torch.arange(float(length)) % 100 + 1) * 2**world.rank
+        true = (torch.arange(float(length)) % 100 + 1) * (2**world.size - 1)
+        dist.barrier()
+        before = _bytes_sent_away() if measure else {}
+        all_reduce(tensor)
+        right.append(torch.equal(tensor, true))
+    dist.barrier()
+    time.sleep(0.05)  # the kernel counts bytes when the other host has acknowledged them
+    after = _bytes_sent_away() if measure else {}
+    return _Reduced(right, sum(count - before.get(fd, 0) for fd, count in after.items()))
+
+
+def _on_one_machine(world: World, make: Callable[[World], AllReduce]) -> _Reduced:
+    local = world.rank % _PER_HOST
+    return _reduce_on_rank(replace(world, local_rank=local, local_size=_PER_HOST), make, measure=False)
+
+
+def _check_reduced(hosts: int, ranks: list[_Reduced], measured: bool) -> None:
+    case = f"{hosts} hosts with {_PER_HOST} ranks each"
+    for length, *right in zip(_LENGTHS, *(rank.right for rank in ranks), strict=True):
+        wrong = [rank for rank, is_right in enumerate(right) if not is_right]
+        expect(
+            not wrong,
+            f"{case}, a tensor of {length:,} numbers: the result is not the sum over all ranks on ranks {wrong}. Leave "
+            "the sum in the tensor itself.",
+        )
+    if not measured:
+        return
+    payload = 4 * _LENGTHS[-1]
+    fewest = 2 * (hosts - 1) / hosts * payload
+    sent = [sum(rank.sent for rank in ranks[first : first + _PER_HOST]) for first in range(0, len(ranks), _PER_HOST)]
+    expect(
+        max(sent) < _MOST * fewest,
+        f"{case}, a tensor of {payload:,} bytes: {fewest:,.0f} bytes across the link are enough for each host, but a "
+        f"host sent {max(sent):,}. Only sums over a host's ranks must leave the host, and each part only once.",
+    )
+    share, most = fewest / _PER_HOST, max(rank.sent for rank in ranks)
+    expect(
+        most < _MOST * share,
+        f"{case}, a tensor of {payload:,} bytes: the hosts send few bytes, but one rank sent {most:,} of them, and "
+        f"{share:,.0f} are enough. If every rank has a NIC, the other NICs are idle. Split the work among the ranks.",
+    )
+
+
+def _require_an_answer(answer: Answer) -> None:
+    """Raise `NotImplementedError` for a function that is not filled in yet, before the hosts are created."""
+    try:
+        answer(World(0, 1))
+    except NotImplementedError:
+        raise
+    except Exception:  # the answer needs a process group
+        return
+
+
+def _test_hierarchical(answer: Answer) -> str:
+    _require_an_answer(answer)
+    stuck = "A rank waits forever. Every rank must create the same groups in the same order, also those of other ranks."
+    if reason := unsupported_reason():
+        for hosts in _HOSTS:
+            ranks = on_ranks(_on_one_machine, hosts * _PER_HOST, answer, stuck=stuck, timeout=60)
+            _check_reduced(hosts, ranks, measured=False)
+        return f"The sums are right. The bytes between hosts were not measured ({reason})."
+    with Cluster(max(_HOSTS), "1gbit") as cluster:
+        for hosts in _HOSTS:
+            try:
+                ranks = cluster.launch(
+                    _reduce_on_rank,
+                    answer,
+                    True,
+                    nodes=hosts,
+                    ranks_per_node=_PER_HOST,
+                    timeout=60,
+                    collective_timeout=30,
+                )
+            except RankTimeoutError as error:
+                raise WrongAnswerError(f"{stuck}\n{error}") from None
+            _check_reduced(hosts, ranks, measured=True)
+    return "A host sends fewer bytes than in one ring over all ranks, and its ranks share them equally."
+
+
+def _hierarchical(world: World) -> AllReduce:
+    size, hosts = world.local_size, world.size // world.local_size
+    # Every rank creates all groups, in the same order, and uses two of them.
+    groups_inside = [dist.new_group([host * size + local for local in range(size)]) for host in range(hosts)]
+    groups_across = [dist.new_group([host * size + local for host in range(hosts)]) for local in range(size)]
+    inside, across = groups_inside[world.rank // size], groups_across[world.local_rank]
+
+    def all_reduce(tensor: torch.Tensor) -> None:
+        padded = F.pad(tensor, (0, -len(tensor) % size))
+        part = padded.new_empty(len(padded) // size)
+        dist.reduce_scatter_tensor(part, padded, group=inside)
+        dist.all_reduce(part, group=across)
+        dist.all_gather_into_tensor(padded, part, group=inside)
+        tensor.copy_(padded[: len(tensor)])
+
+    return all_reduce
+
+
+def _groups(world: World) -> tuple[Any, Any]:
+    """Return the group of this host's ranks, and the group of the ranks with the same local rank."""
+    size, hosts = world.local_size, world.size // world.local_size
+    inside = [dist.new_group([host * size + local for local in range(size)]) for host in range(hosts)]
+    across = [dist.new_group([host * size + local for host in range(hosts)]) for local in range(size)]
+    return inside[world.rank // size], across[world.local_rank]
+
+
+def _in_three_steps(world: World, inside: Any, across: Any, tensor: torch.Tensor) -> None:
+    parts = dist.get_world_size(inside)
+    padded = F.pad(tensor, (0, -len(tensor) % parts))
+    part = padded.new_empty(len(padded) // parts)
+    dist.reduce_scatter_tensor(part, padded, group=inside)
+    if across is not None:
+        dist.all_reduce(part, group=across)
+    dist.all_gather_into_tensor(padded, part, group=inside)
+    tensor.copy_(padded[: len(tensor)])
+
+
+def _one_ring(world: World) -> AllReduce:
+    return lambda tensor: dist.all_reduce(tensor) and None
+
+
+def _whole_tensors(world: World) -> AllReduce:
+    inside, across = _groups(world)
+
+    def all_reduce(tensor: torch.Tensor) -> None:
+        dist.all_reduce(tensor, group=inside)
+        dist.all_reduce(tensor, group=across)
+
+    return all_reduce
+
+
+def _by_the_first_rank(world: World) -> AllReduce:
+    inside, across = _groups(world)
+    first = world.rank - world.local_rank
+
+    def all_reduce(tensor: torch.Tensor) -> None:
+        dist.reduce(tensor, first, group=inside)
+        if world.local_rank == 0:
+            dist.all_reduce(tensor, group=across)
+        dist.broadcast(tensor, first, group=inside)
+
+    return all_reduce
+
+
+def _groups_swapped(world: World) -> AllReduce:
+    inside, across = _groups(world)
+    return lambda tensor: _in_three_steps(world, across, inside, tensor)
+
+
+def _inside_only(world: World) -> AllReduce:
+    inside, _ = _groups(world)
+    return lambda tensor: _in_three_steps(world, inside, None, tensor)
+
+
+def _drops_the_remainder(world: World) -> AllReduce:
+    inside, across = _groups(world)
+
+    def all_reduce(tensor: torch.Tensor) -> None:
+        even = tensor[: len(tensor) // world.local_size * world.local_size].clone()
+        if len(even):
+            _in_three_steps(world, inside, across, even)
+        tensor[: len(even)] = even
+
+    return all_reduce
+
+
+hierarchical = Exercise(
+    task=(
+        "hierarchical(world): return a function that sums a one-dimensional tensor of any length over all ranks, in "
+        "place. With H hosts, a host sends only 2 (H - 1) / H times the tensor's bytes to other hosts, and each of its "
+        "ranks sends the same number of them. Ranks are numbered host by host; world.local_rank and world.local_size "
+        "are the rank and the number of ranks on a host."
+    ),
+    test=_test_hierarchical,
+    solution=_hierarchical,
+    wrong={
+        "uses one ring over all ranks": _one_ring,
+        "sends whole tensors between the hosts": _whole_tensors,
+        "lets one rank of each host send everything": _by_the_first_rank,
+        "swaps the two kinds of groups": _groups_swapped,
+        "sums inside the hosts only": _inside_only,
+        "drops the remainder": _drops_the_remainder,
+    },
+    hints=(
+        "Use two kinds of groups: the ranks of one host, and the ranks of all hosts that have the same local rank.",
+        "dist.new_group(ranks) is collective: every rank calls it for every group, in the same order, and keeps the "
+        "two groups that it belongs to.",
+        "Reduce-scatter inside the host, all-reduce the part across the hosts, and all-gather inside the host. Pad the "
+        "tensor to a multiple of world.local_size.",
     ),
 )
