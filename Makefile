@@ -5,7 +5,7 @@ READY := .venv/ready
 # Where it is set, as in many containers, every rank of every test compiles this package anew.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: setup run lab check test test-python test-slow test-notebooks notebooks book wheel-check bench clean help
+.PHONY: setup run lab check test test-python test-restarts test-jupyter test-notebooks notebooks book wheel-check bench clean help
 setup: $(READY)  ## the virtual environment, .venv
 
 $(READY): pyproject.toml constraints.txt
@@ -24,22 +24,28 @@ check: $(READY)  ## lint, format, types
 	$(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/mypy
 
 test:  ## all of it: check, unit and process tests, experiments through papermill, every notebook through nbval
-	$(MAKE) --jobs=4 --keep-going check test-python test-slow test-notebooks
+	$(MAKE) --jobs=5 --keep-going check test-python test-restarts test-jupyter test-notebooks
 
-# `make test` runs three groups of tests beside each other, because each waits more than it computes. SLOW lists the tests
-# that execute notebooks or need Jupyter, and other slow ones, so that all three groups take about the same time.
-SLOW := book browser cli examples exercises kernel live live_ranks logs notebooks peers ray sweeps watch zero
-SLOW := $(SLOW:%=tests/test_%.py)
+# `make test` runs four groups of tests beside each other, because each waits more than it computes. RESTARTS lists tests
+# that start, kill and resume whole runs, and JUPYTER those that execute notebooks or need a kernel. The lists are chosen
+# so that all groups take about the same time.
+RESTARTS := chaos cli launch live_nodes out_of_memory own_models peers ray restarts resume slurm starting
+RESTARTS := $(RESTARTS:%=tests/test_%.py)
+JUPYTER := book browser examples exercises kernel live live_ranks notebooks sweeps watch
+JUPYTER := $(JUPYTER:%=tests/test_%.py)
 
 # Two cores for all groups: threads of a matrix product that wait for one another should sleep. By default they spin, and
 # where something else has one of the cores, two threads then took four to seven times as long as one.
-test-python test-slow test-notebooks: export OMP_WAIT_POLICY := PASSIVE
+test-python test-restarts test-jupyter test-notebooks: export OMP_WAIT_POLICY := PASSIVE
 
 test-python: $(READY)
-	$(BIN)/python -m pytest $(SLOW:%=--ignore=%)
+	$(BIN)/python -m pytest $(addprefix --ignore=,$(RESTARTS) $(JUPYTER))
 
-test-slow: $(READY)
-	$(call run-quietly,$(BIN)/python -m pytest $(SLOW))
+test-restarts: $(READY)
+	$(call run-quietly,$(BIN)/python -m pytest $(RESTARTS))
+
+test-jupyter: $(READY)
+	$(call run-quietly,$(BIN)/python -m pytest $(JUPYTER))
 
 # The other groups can spoil what a notebook measures. One that fails is executed once more, from its first cell.
 NBVAL := $(BIN)/python -m pytest -p tests.kernels --nbval --nbval-current-env --nbval-cell-timeout=600 --timeout=630 -o cache_dir=.pytest_cache/notebooks notebooks
