@@ -13,6 +13,7 @@ is read with the safe loader, and only the fields that the class declares are ac
 import difflib
 import re
 from collections.abc import Iterable, Mapping, Sequence
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, ClassVar, Self, TypeVar, get_args
 
@@ -27,6 +28,18 @@ BASE = CONFIGS / "base.yaml"  # contains all settings with their defaults
 
 class ConfigError(ValueError):
     """Raised for an invalid config or environment. The message is one line for the user who set it."""
+
+
+class MissingPackageError(ConfigError, ImportError):
+    """Raised if a package that only some parts of the project need is not installed."""
+
+
+def require_package(name: str, extra: str) -> None:
+    """Raise `MissingPackageError`, which names the extra to install, if the package `name` is not installed."""
+    if find_spec(name) is None:
+        raise MissingPackageError(
+            f"the package {name} is required here, but is not installed. Run: pip install 'ddp-tutorial[{extra}]'"
+        )
 
 
 class FailedError(RuntimeError):

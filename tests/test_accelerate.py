@@ -196,7 +196,7 @@ def test_a_missing_package_is_reported_with_the_install_command(workdir: Path, m
         done = call("train", "tiny", "strategy=accelerate", "name=x", *more)
         assert done.returncode == 2
         [line] = done.stderr.splitlines()
-        assert "which is not installed. Run: pip install -c constraints.txt -e '.[peers]'" in line
+        assert "which is not installed. Run: pip install 'ddp-tutorial[peers]'" in line
     assert list(workdir.iterdir()) == []
     with pytest.raises(ConfigError, match="which is not installed"):
         accelerate_strategy.AccelerateStrategy(nn.Linear(1, 1), World(), loss_of)

@@ -32,7 +32,7 @@ def require_accelerate() -> None:
     if find_spec("accelerate") is None:
         raise ConfigError(
             "strategy accelerate requires the package accelerate, which is not installed. Run: "
-            "pip install -c constraints.txt -e '.[peers]'"
+            "pip install 'ddp-tutorial[peers]'"
         )
 
 

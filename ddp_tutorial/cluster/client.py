@@ -181,4 +181,4 @@ def _check_system() -> None:
     if which("unshare") is None:
         raise ConfigError("no cluster: the command 'unshare' is missing (package util-linux)")
     if find_spec("pyroute2") is None:
-        raise ConfigError("no cluster: the package pyroute2 is missing. Run: pip install pyroute2")
+        raise ConfigError("no cluster: the package pyroute2 is missing. Run: pip install 'ddp-tutorial[notebooks]'")

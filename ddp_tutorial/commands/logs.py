@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from ddp_tutorial.commands import a_run, complete_runs, runs_dir
-from ddp_tutorial.config import ConfigError, FailedError
+from ddp_tutorial.config import ConfigError, FailedError, require_package
 
 if TYPE_CHECKING:
     from ddp_tutorial.runs.speedup import Speedup
@@ -453,6 +453,7 @@ def plot(
         raise ConfigError(f"the folder {str(output.parent)!r} of '-o' {output} does not exist")
     folders = _chosen(runs, everything)
 
+    require_package("matplotlib", "notebooks")
     import matplotlib as mpl
 
     mpl.use("agg")  # no window, whatever the environment asks for
@@ -506,6 +507,7 @@ def draw_timeline(run: str, opens: bool) -> None:
     if not folder.timeline.is_file():
         raise ConfigError(f"{folder.path} has no profiled steps. Run it with profile.steps=3")
 
+    require_package("matplotlib", "notebooks")
     import matplotlib as mpl
 
     mpl.use("agg")

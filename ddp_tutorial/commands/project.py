@@ -10,7 +10,7 @@ from typing import Any, NoReturn
 import click
 
 from ddp_tutorial.commands import runs_dir
-from ddp_tutorial.config import ConfigError
+from ddp_tutorial.config import ConfigError, require_package
 
 
 @click.command()
@@ -18,6 +18,7 @@ from ddp_tutorial.config import ConfigError
 @click.option("--steps", type=click.IntRange(min=1), default=600, show_default=True, help="Number of optimizer steps.")
 def run(steps: int) -> None:
     """Run the main job: train on two ranks and in one process, on real text, and compare. Takes 2 to 3 minutes."""
+    require_package("papermill", "notebooks")
     from ddp_tutorial.experiments.execute import run_main_job
 
     run_main_job(steps)
@@ -28,6 +29,7 @@ def run(steps: int) -> None:
 @click.option("--all", "everything", is_flag=True, help="Also execute notebooks whose source has not changed.")
 def notebooks(paths: tuple[Path, ...], everything: bool) -> None:
     """Execute the notebooks whose source has changed, or only PATHS, and save them with their outputs."""
+    require_package("nbclient", "notebooks")
     from ddp_tutorial.experiments.notebooks import refresh
 
     refresh(paths, everything=everything or bool(paths))

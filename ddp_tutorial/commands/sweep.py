@@ -9,6 +9,7 @@ from typing import Any
 import click
 
 from ddp_tutorial.commands import runs_dir
+from ddp_tutorial.config import require_package
 
 
 @click.command()
@@ -33,6 +34,7 @@ def sweep(notebook: Path, settings: tuple[str, ...], repeats: int, name: str, ti
     Finished points are not repeated unless their parameters or the code have changed. So after an interrupt or a
     failure, rerun the command to continue. If a point fails, the others still run, and the exit code is 1.
     """
+    require_package("papermill", "notebooks")
     from ddp_tutorial.experiments.sweeps import SweepInterruptedError, failure_of, plan_sweep, run_sweep
 
     plan = plan_sweep(notebook, settings, repeats, name)

@@ -4,3 +4,7 @@
 (timelines and step times). `run_plots` draws the logs of runs. `live` adds sliders to figures in a notebook. Drawing
 does not require torch.
 """
+
+from ddp_tutorial.config import require_package
+
+require_package("matplotlib", "notebooks")

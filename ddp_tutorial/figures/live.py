@@ -7,10 +7,13 @@ import base64
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-import ipywidgets as widgets
 from matplotlib.figure import Figure
 
+from ddp_tutorial.config import require_package
 from ddp_tutorial.figures.style import as_png
+
+require_package("ipywidgets", "notebooks")
+import ipywidgets as widgets  # noqa: E402
 
 
 class _Choice(widgets.VBox):  # type: ignore[misc]  # ipywidgets has no type annotations

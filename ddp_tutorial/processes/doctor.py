@@ -27,7 +27,7 @@ from ddp_tutorial.world import World
 
 GIB = 2**30
 Probe = Callable[[], tuple[bool | None, str, str]]  # the fields of a `Finding` after its name
-PACKAGES = ("torch", "numpy", "datasets", "papermill", "jupyterlab", "nbval")
+PACKAGES = ("torch", "numpy", "datasets", "papermill", "jupyterlab")
 
 
 @dataclass(frozen=True)
@@ -71,7 +71,7 @@ def _versions() -> tuple[bool | None, str, str]:
             found.append(f"{package} {version(package)}")
         except PackageNotFoundError:
             missing.append(package)
-    advice = f"missing: {', '.join(missing)}; pip install -e '.[notebooks,dev]'" if missing else ""
+    advice = f"missing: {', '.join(missing)}; pip install 'ddp-tutorial[notebooks]'" if missing else ""
     return not missing or None, f"Python {platform.python_version()}, {', '.join(found)}", advice
 
 

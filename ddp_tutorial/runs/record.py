@@ -12,6 +12,7 @@ import shutil
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ from ddp_tutorial.environment import describe_environment
 from ddp_tutorial.files import RUNS, locked, notify_observers, remove, remove_temporary, temporary_path, write_json
 from ddp_tutorial.phases import Stopwatch, observe
 from ddp_tutorial.runs.folder import RunFolder
-from ddp_tutorial.runs.rank_logs import rank_log, record_failure
+from ddp_tutorial.runs.rank_logs import LOG, rank_log, record_failure
 from ddp_tutorial.runs.step_log import StepLog
 from ddp_tutorial.runs.usage import Usage
 from ddp_tutorial.world import World
@@ -140,12 +141,13 @@ class RunRecord:
             folder: Folder of the run.
             config: Settings of the run.
             unit: Unit of the loss's count, such as "samples" or "tokens".
-            events: Also write TensorBoard events.
+            events: Also write TensorBoard events. Without the package tensorboardX, only a warning is logged.
             memory_limit_mb: Resident memory in MB above which a rank logs a warning; 0 for no limit.
             gpu_memory_limit_mb: The same limit for the GPU memory that PyTorch has reserved.
         """
         self.world, self.folder, self.config = world, folder, config
-        self.log = StepLog(world, folder.metrics, unit, events=events)
+        self._lacks_package = events and find_spec("tensorboardX") is None
+        self.log = StepLog(world, folder.metrics, unit, events=events and not self._lacks_package)
         self.usage = Usage(world, memory_limit_mb, gpu_memory_limit_mb)
         self.watch = Stopwatch(world.device)
         self.step = 0  # last recorded step, for the record of a failure
@@ -179,6 +181,11 @@ class RunRecord:
             stack.enter_context(rank_log(self.world, self.folder))
             stack.enter_context(record_failure(self.world, self.folder, lambda: self.step))
             stack.enter_context(observe(self.watch))
+            if self.world.is_main and self._lacks_package:
+                LOG.warning(
+                    "no TensorBoard events are written, because the package tensorboardX is not installed. Set "
+                    "tensorboard=false, or run: pip install 'ddp-tutorial[logging]'"
+                )
             if self.world.is_main:  # written by an earlier attempt
                 self.folder.failure.unlink(missing_ok=True)
             self._inside = stack.pop_all()

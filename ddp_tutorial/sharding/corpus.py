@@ -24,7 +24,7 @@ import numpy as np
 import pyarrow.parquet
 import torch
 
-from ddp_tutorial.config import ConfigError, did_you_mean
+from ddp_tutorial.config import ConfigError, did_you_mean, require_package
 from ddp_tutorial.files import PROJECT, RUNS, build_once
 from ddp_tutorial.sharding.stories import story
 from ddp_tutorial.sharding.token_files import map_tokens
@@ -207,6 +207,7 @@ def _read_dataset(kind: str, argument: str) -> Iterator[bytes]:
     Raises:
         ConfigError: If the data cannot be read, or if a row is not text. The message contains the row.
     """
+    require_package("datasets", "data")
     from datasets import disable_progress_bars, load_dataset  # importing takes a second
     from datasets.exceptions import DatasetGenerationError, DatasetNotFoundError
 

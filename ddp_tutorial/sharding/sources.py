@@ -138,7 +138,7 @@ def _streamed(
     collate_fn: CollateFn | None,
     ahead: dict[str, Any],
 ) -> Source:
-    from ddp_tutorial.sharding.streamed import StreamedSource, iterable_dataset  # importing `datasets` takes a second
+    from ddp_tutorial.sharding.streamed import StreamedSource, iterable_dataset
 
     options = {"streams": config.streams, "seed": seed, "shuffle_buffer": config.shuffle_buffer, **ahead}
     if collate_fn is not None:

@@ -2,20 +2,18 @@
 
 import logging
 import random
+import sys
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 import torch
-from datasets import Dataset, concatenate_datasets
-from datasets import IterableDataset as ShardedIterable
-from datasets.distributed import split_dataset_by_node
 from torch.utils.data import DataLoader, IterableDataset, default_collate, get_worker_info
 
 from ddp_tutorial.collectives import all_gather
 from ddp_tutorial.compat import hidden_worker_info, tree_map
-from ddp_tutorial.config import ConfigError
+from ddp_tutorial.config import ConfigError, require_package
 from ddp_tutorial.rng import seed_of, seeded_rng
 from ddp_tutorial.sharding.samples import CollateFn, as_batch, collate_rows, select_rows
 from ddp_tutorial.sharding.sharded import ByValue, Transform, require_streams_for_all, to_device
@@ -305,7 +303,8 @@ class _Shards(Protocol):
 
 
 def _as_shards(dataset: Any, seed: int | None, shuffle_buffer: int) -> _Shards:
-    if isinstance(dataset, ShardedIterable):
+    datasets = sys.modules.get("datasets")  # loaded if the dataset is one of its own; loading it takes a second
+    if datasets is not None and isinstance(dataset, datasets.IterableDataset):
         return _DatasetsShards(dataset if seed is None else dataset.shuffle(seed=seed, buffer_size=shuffle_buffer))
     if isinstance(dataset, Iterator):
         raise ConfigError(
@@ -327,6 +326,8 @@ class _DatasetsShards:
 
     def rows(self, stream: int, streams: int, epoch: int) -> Iterator[Any]:
         """Iterate over the rows of a stream; see `_Shards.rows`."""
+        from datasets.distributed import split_dataset_by_node
+
         rows = split_dataset_by_node(self.dataset, stream, streams)
         rows.set_epoch(epoch)  # after the split, which resets the epoch
         return iter(rows)
@@ -372,6 +373,9 @@ def iterable_dataset(paths: Sequence[Path], columns: Sequence[str] | None = None
         paths: The Arrow files.
         columns: The columns to read, or None for all columns.
     """
+    require_package("datasets", "data")
+    from datasets import Dataset, concatenate_datasets
+
     dataset = concatenate_datasets([Dataset.from_file(str(path)) for path in paths])
     dataset = dataset.select_columns(list(columns)) if columns else dataset
     return dataset.to_iterable_dataset(num_shards=max(1, min(len(paths), len(dataset)))).with_format("torch")

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from ddp_tutorial.config import ConfigError
+from ddp_tutorial.config import ConfigError, require_package
 from ddp_tutorial.sharding.corpus import CACHE, SEPARATOR, Corpus, cached, decode, encode
 
 BYTES = "bytes"
@@ -42,10 +42,9 @@ def load_tokenizer(name: str) -> Tokenizer:
         return Tokenizer(encode, decode, (SEPARATOR,), 256)
     if not Path(name).is_file():
         raise ConfigError(f"'tokenizer' must be {BYTES} or the path of a tokenizer.json, but {name!r} is not a file")
-    try:
-        import tokenizers
-    except ImportError:
-        raise ConfigError(f"tokenizer {name!r} requires the package tokenizers: pip install tokenizers") from None
+    require_package("tokenizers", "examples")
+    import tokenizers
+
     try:
         inner = tokenizers.Tokenizer.from_file(name)
     except Exception as error:  # tokenizers raises nothing more specific
