@@ -3,7 +3,6 @@
 from typing import Any
 
 from torch import Tensor, nn
-from torch.utils.data import Sampler, SequentialSampler
 from transformers import PrinterCallback, Trainer, TrainerCallback, TrainingArguments
 
 from ddp_tutorial.peers.work import Work
@@ -26,13 +25,6 @@ class WithLoss(nn.Module):
         """Return the loss of a batch."""
         total, count = self.work.loss(self.model, batch)
         return {"loss": total / (count if num_items_in_batch is None else num_items_in_batch)}
-
-
-class UnshuffledTrainer(Trainer):
-    """A Trainer that does not shuffle."""
-
-    def _get_train_sampler(self, *_: Any) -> Sampler[int]:
-        return SequentialSampler(self.train_dataset)
 
 
 class Reporting(TrainerCallback):
@@ -58,6 +50,8 @@ def train(_: World, work: Work) -> nn.Module:
         max_steps=work.steps,
         per_device_train_batch_size=work.per_rank,
         max_grad_norm=work.clip,
+        train_sampling_strategy="random" if work.shuffle else "sequential",
+        ddp_find_unused_parameters=False,  # as in DDP; the Trainer's default is True
         remove_unused_columns=False,
         logging_steps=1,
         save_strategy="steps" if work.save_after else "no",
@@ -65,8 +59,7 @@ def train(_: World, work: Work) -> nn.Module:
         report_to="none",
         disable_tqdm=True,
     )
-    kind = Trainer if work.shuffle else UnshuffledTrainer
-    trainer = kind(model, arguments, train_dataset=work.samples, optimizers=(optimizer, work.scheduler(optimizer)))
+    trainer = Trainer(model, arguments, train_dataset=work.samples, optimizers=(optimizer, work.scheduler(optimizer)))
     trainer.remove_callback(PrinterCallback)
     trainer.add_callback(Reporting(work))
     trainer.train(resume_from_checkpoint=work.resume)
