@@ -318,7 +318,13 @@ def test_a_gpu_is_rejected_on_a_single_process_too() -> None:
 
 
 @pytest.mark.parametrize(
-    "link", [SimulatedLink(World(), LinkModel(3600.0, 1e-6)), DirectLink(World())], ids=["simulated", "direct"]
+    "link",
+    [
+        SimulatedLink(World(), LinkModel(3600.0, 1e-6)),
+        DirectLink(World()),
+        DirectLink(World(device=torch.device("cuda", 0), backend="nccl")),
+    ],
+    ids=["simulated", "direct", "direct on a GPU"],
 )
 def test_a_link_of_one_process_takes_no_time(link: Any) -> None:
     transfers = watched(link)

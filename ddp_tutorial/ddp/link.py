@@ -89,7 +89,8 @@ class DirectLink:
         require_group(world)
         self.world = world
         self.observer: Callable[[Transfer], object] | None = None
-        self._calls = _calls_of("direct link") if world.backend == "nccl" else None
+        # A single rank has no process group, even if its backend is NCCL.
+        self._calls = _calls_of("direct link") if world.backend == "nccl" and world.size > 1 else None
 
     def __str__(self) -> str:
         """Return the name of the link."""
