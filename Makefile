@@ -5,7 +5,7 @@ READY := .venv/ready
 # Where it is set, as in many containers, every rank of every test compiles this package anew.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: setup run lab check test test-python test-restarts test-jupyter test-notebooks notebooks book wheel-check bench clean help
+.PHONY: setup run lab check test test-python test-restarts test-jupyter test-notebooks test-emulated-gpu notebooks book wheel-check bench clean help
 setup: $(READY)  ## the virtual environment, .venv
 
 $(READY): pyproject.toml constraints.txt
@@ -55,6 +55,17 @@ test-notebooks: $(READY)
 # Run a command beside others: print its output when it has finished.
 run-quietly = mkdir -p runs && { $(1); } > runs/$@.txt 2>&1; code=$$?; cat runs/$@.txt; exit $$code
 
+# The ranges of pyproject.toml with the newest torch, which has CUDA, instead of the versions of constraints.txt.
+EMULATED := .venv-emulated-gpu
+
+$(EMULATED)/ready: pyproject.toml
+	test -x $(EMULATED)/bin/python || $(PYTHON) -m venv $(EMULATED)
+	$(EMULATED)/bin/python -m pip install --quiet --disable-pip-version-check -e '.[notebooks]' accelerate pytest pytest-timeout hypothesis
+	touch $@
+
+test-emulated-gpu: $(EMULATED)/ready  ## the tests marked cuda, on emulated GPUs; needs gcc, and 6 GB for a CUDA build of torch; ten minutes
+	$(EMULATED)/bin/python tests/emulated_gpu/run.py $(EMULATED)/bin/python -m pytest -m cuda tests/test_emulated_gpu.py tests/test_cuda.py tests/test_cuda_training.py
+
 notebooks: $(READY)  ## execute the notebooks whose source has changed, and save them with their outputs
 	$(BIN)/python -m ddp_tutorial notebooks
 
@@ -68,7 +79,7 @@ bench: $(READY)  ## what the project claims about its own speed, measured
 	for name in launch overhead compile ddp buckets sources accumulation checkpoint scaling debug sharded pipeline cluster ranks peers; do $(BIN)/python -m ddp_tutorial bench $$name || exit; done
 
 clean:  ## remove everything that the other targets have made, your runs and passed exercises too
-	rm -rf .venv runs notebooks/runs notebooks/deep_dives/runs notebooks/experiments/runs book/_build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf .venv $(EMULATED) tests/emulated_gpu/_build runs notebooks/runs notebooks/deep_dives/runs notebooks/experiments/runs book/_build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
 
 help:  ## this list
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "%-11s%s\n", $$1, $$2}' Makefile
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "%-18s%s\n", $$1, $$2}' Makefile

@@ -12,6 +12,7 @@ import pytest
 
 PERMITTED = (
     r"needs \d+ GPU\(s\) that torch can use, found \d+",
+    r"needs emulated GPUs.*",
     r"needs Linux.*",
     r"needs a C\+\+ compiler",
     r"needs root to act as a second user",

@@ -18,7 +18,8 @@ class _AfterTorch(MetaPathFinder):
             return None
         sys.meta_path.remove(self)
         spec = importlib.util.find_spec(name)
-        assert spec is not None and spec.loader is not None
+        assert spec is not None
+        assert spec.loader is not None
         execute = spec.loader.exec_module
 
         def exec_module(module: ModuleType) -> None:
@@ -26,7 +27,8 @@ class _AfterTorch(MetaPathFinder):
             kernels = importlib.util.spec_from_file_location(
                 "emulated_gpu_kernels", Path(__file__).parent.parent / "kernels.py"
             )
-            assert kernels is not None and kernels.loader is not None
+            assert kernels is not None
+            assert kernels.loader is not None
             loaded = importlib.util.module_from_spec(kernels)
             sys.modules["emulated_gpu_kernels"] = loaded
             kernels.loader.exec_module(loaded)
