@@ -14,6 +14,15 @@ __getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)
 
 def load_ipython_extension(shell: Any) -> None:
     """Register the magics `%ranks` and `%%ranks` for `%load_ext ddp_tutorial`."""
+    from IPython import version_info
+    from IPython.core.error import UsageError
+
+    if version_info[0] < 9:
+        version = ".".join(map(str, version_info[:3]))
+        raise UsageError(
+            f"live ranks require IPython 9 or newer, got {version}. Run: pip install 'ipython>=9', and restart the "
+            "kernel"
+        )
     from ddp_tutorial.live.magics import load
 
     load(shell)

@@ -23,6 +23,7 @@ from pathlib import Path
 import nbformat
 import pytest
 import torch
+from papermill.inspection import inspect_notebook
 from torch.nn.parallel import DistributedDataParallel
 
 import kernels
@@ -356,6 +357,16 @@ def test_papermill_executes_each_notebook_with_small_parameters(path, tmp_path):
         assert result["status"] == "finished"
         assert result["parameters"]["corpus"] == "stories"
         assert set(result["arms"]) == {"2 ranks", "1 process"}
+
+
+def test_papermill_lists_every_parameter_and_knows_those_of_the_readme(caplog):
+    """Papermill cannot parse the annotation `int | None`, and warns about each parameter that it does not list."""
+    listed = {path.stem: list(inspect_notebook(str(path))) for path in NOTEBOOKS}
+    assert listed == {path.stem: parameter_names(path) for path in NOTEBOOKS}
+    assert not caplog.records
+    [command] = re.findall(r"^papermill notebooks/.*$", (ROOT / "README.md").read_text(), re.MULTILINE)
+    assert set(re.findall(r"-p (\S+)", command)) <= set(listed["train"])
+    assert "-f" not in command.split()  # of a config, papermill would warn about nearly every key
 
 
 @pytest.mark.parametrize(

@@ -53,6 +53,7 @@ def parsed(requirements: list[str]) -> set[tuple[str, SpecifierSet, str]]:
 
 def test_the_conda_environment_matches_pyproject(conda: dict[str, Any], requirements: list[str]) -> None:
     [from_pip] = [each["pip"] for each in conda["dependencies"] if isinstance(each, dict)]
+    assert from_pip.pop(0) == "-e ."  # this package
     assert parsed(from_pip) == parsed(requirements)
     assert len(from_pip) == len(set(from_pip)) == len(requirements)
 
@@ -69,7 +70,7 @@ def test_conda_provides_python_and_pip_provides_the_packages(conda: dict[str, An
 
 
 def test_all_parts_of_the_project_are_documented(conda: dict[str, Any]) -> None:
-    [from_pip] = [each["pip"] for each in conda["dependencies"] if isinstance(each, dict)]
+    [[_, *from_pip]] = [each["pip"] for each in conda["dependencies"] if isinstance(each, dict)]
     names = {name for name, _, _ in parsed(from_pip)}
     assert {"torch", "jupyterlab", "ipywidgets", "datasets", "matplotlib", "nbval", "papermill"} <= names
 
