@@ -40,6 +40,14 @@ def test_lanes_of_all_panels_share_one_axis() -> None:
     plt.close(figure)
 
 
+def test_repeats_are_drawn_from_zero_on_request() -> None:
+    series = {"a launch": {"one": [9.0, 10.0], "two": [18.0, 19.0]}}
+    for from_zero in True, False:
+        figure = plots.repeats_and_medians(series, "title", "x", "y", from_zero=from_zero)
+        assert (figure.axes[0].get_ylim()[0] == 0) == from_zero
+        plt.close(figure)
+
+
 def test_one_point_of_a_sweep_is_marked_below_its_timeline() -> None:
     def step(seconds: float) -> Timeline:
         spans = [Span(COMPUTE, "backward", 3.0, 3.0 + seconds), Span(LINK, "bucket 0", 3.01, 3.02)]

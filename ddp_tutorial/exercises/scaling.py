@@ -1,11 +1,19 @@
-"""Exercises of 14_scaling: a fair speedup, the break-even number of ranks, and the smallest efficient batch."""
+"""Exercises of 14_scaling: a fair speedup, an honest interval, and a fair benchmark."""
 
-from collections.abc import Callable, Sequence
+import math
+import random
+import statistics
+import time
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from itertools import pairwise
 from typing import NamedTuple
 
-from ddp_tutorial.ddp.link_model import LinkModel
-from ddp_tutorial.exercises import Answer, Exercise, WrongAnswerError, expect, number
-from ddp_tutorial.experiments.scaling import StepModel
+import torch
+import torch.distributed as dist
+
+from ddp_tutorial.exercises import Answer, Exercise, expect, number, on_ranks
+from ddp_tutorial.world import World
 
 # ---------------------------------------------------------------------------------------------------- 1. a fair speedup
 
@@ -123,173 +131,270 @@ fair_speed_up = Exercise(
     ),
 )
 
-# --------------------------------------------------------------------------------- -- 2. the break-even number of ranks
+# --------------------------------------------------------------------------------------------- 2. an honest interval
 
-_LINKS = [
-    # batch, seconds per sample, bytes, latency, bandwidth
-    (256, 5e-3, 3.3e6, 50e-6, 0.125e9),  # bandwidth dominates
-    (64, 5e-3, 4e3, 1e-3, 0.125e9),  # latency dominates
-    (4096, 1e-4, 1e8, 5e-6, 12.5e9),
-    (2, 1e-3, 1e9, 1e-5, 1e9),  # from the first two ranks on
-]
+Interval = tuple[float, float]
+Launches = Sequence[tuple[Sequence[float], Sequence[float]]]
+_EXPERIMENTS = 300
+_TRUE_SPEEDUP = 1.7
 
 
-def _test_break_even(answer: Answer) -> str:
-    for case in _LINKS:
-        batch, per_sample, nbytes, latency, bandwidth = case
-        got = number(answer, *case)
-        right = _break_even(*case)
-        link = LinkModel(latency, bandwidth)
-
-        def told(ranks: int, case: tuple[float, ...] = case, link: LinkModel = link) -> str:
-            computing, sending = case[0] * case[1] / ranks, link.ring_seconds(case[2], ranks)
-            return f"with {ranks} ranks, a rank computes for {computing:.4g} s and sends for {sending:.4g} s"
-
-        what = f"batch {batch}, {per_sample:g} s per sample, {nbytes:g} bytes, {latency:g} s, {bandwidth:g} bytes/s"
-        before = f"{told(right - 1)}, " if right > 2 else ""
-        expect(got == right, f"{what}: {before}{told(right)}. The result must be {right}, got {got:g}.")
-    return "With this number of ranks or more, communication takes more than half of each step."
+def _experiment(generator: random.Random, count: int) -> list[tuple[list[float], list[float]]]:
+    """Simulate `count` launches. A launch slows down both arms, and each arm on its own; turns differ little."""
+    launches = []
+    for _ in range(count):
+        both = math.exp(generator.gauss(0, 0.3))
+        medians = [both * seconds * math.exp(generator.gauss(0, 0.1)) for seconds in (_TRUE_SPEEDUP, 1)]
+        baseline, ranks = ([m * math.exp(generator.gauss(0, 0.03)) for _ in range(4)] for m in medians)
+        launches.append((baseline, ranks))
+    return launches
 
 
-def _break_even(batch: int, per_sample: float, nbytes: float, latency: float, bandwidth: float) -> int:
-    ranks = 2
-    while 2 * (ranks - 1) * (latency + nbytes / ranks / bandwidth) <= batch * per_sample / ranks:
-        ranks += 1
-    return ranks
+def _test_honest_interval(answer: Answer) -> str:
+    for count in (5, 20):
+        generator, contained, widths, honest = random.Random(count), 0, [], []
+        for _ in range(_EXPERIMENTS):
+            launches = _experiment(generator, count)
+            got = answer([(list(baseline), list(ranks)) for baseline, ranks in launches])
+            expect(
+                isinstance(got, tuple) and len(got) == 2 and got[0] <= got[1],
+                f"The result must be a tuple (low, high) with low <= high, got {got!r}.",
+            )
+            contained += got[0] <= _TRUE_SPEEDUP <= got[1]
+            widths.append(got[1] - got[0])
+            honest.append(_width(_honest_interval(launches)))
+        case = f"In {_EXPERIMENTS} simulated experiments with {count} launches"
+        found = contained / _EXPERIMENTS
+        expect(
+            found >= 0.86,
+            f"{case}, the interval must contain the true speedup with a probability of at least 90 %, got {found:.0%}. "
+            "The turns of a launch are not independent, and the speedup is the baseline's time divided by the ranks'.",
+        )
+        factor = statistics.median(widths) / statistics.median(honest)
+        expect(
+            factor < 1.6,
+            f"{case}, the interval is {factor:.1f} times as wide as necessary. Compare the arms within each launch. "
+            "With many launches, the largest and smallest values are not needed.",
+        )
+    return "Your interval treats each launch as one independent value, and compares the arms within it."
 
 
-def _first(sends_more: Callable[[int], bool]) -> int:
-    return next(ranks for ranks in range(2, 10**6) if sends_more(ranks))
+def _width(interval: Interval) -> float:
+    return interval[1] - interval[0]
 
 
-def _does_not_share_out(batch: int, per_sample: float, nbytes: float, latency: float, bandwidth: float) -> int:
-    link = LinkModel(latency, bandwidth)
-    limit = range(2, 10**5)
-    return next((p for p in limit if link.ring_seconds(nbytes, p) > batch * per_sample), len(limit))
+def _honest_interval(launches: Launches) -> Interval:
+    ratios = sorted(statistics.median(baseline) / statistics.median(ranks) for baseline, ranks in launches)
+    n, skip = len(ratios), 0
+    # The interval misses the median if at most `skip` of n coins show heads, or at most `skip` show tails.
+    while 1 - 2 * sum(math.comb(n, k) for k in range(skip + 2)) / 2**n >= 0.9:
+        skip += 1
+    return ratios[skip], ratios[n - 1 - skip]
 
 
-def _bandwidth_only(batch: int, per_sample: float, nbytes: float, latency: float, bandwidth: float) -> int:
-    return _break_even(batch, per_sample, nbytes, 0.0, bandwidth)
+def _range_of_launches(launches: Launches) -> Interval:
+    ratios = [statistics.median(baseline) / statistics.median(ranks) for baseline, ranks in launches]
+    return min(ratios), max(ratios)
 
 
-def _one_way(batch: int, per_sample: float, nbytes: float, latency: float, bandwidth: float) -> int:
-    link = LinkModel(latency, bandwidth)
-    return _first(lambda p: link.ring_seconds(nbytes, p) / 2 > batch * per_sample / p)
+def _pools_the_turns(launches: Launches) -> Interval:
+    return _honest_interval([([a], [b]) for baseline, ranks in launches for a, b in zip(baseline, ranks, strict=True)])
 
 
-def _whole_tensor_each_round(batch: int, per_sample: float, nbytes: float, latency: float, bandwidth: float) -> int:
-    return _first(lambda p: 2 * (p - 1) * (latency + nbytes / bandwidth) > batch * per_sample / p)
+def _compares_across_launches(launches: Launches) -> Interval:
+    baselines, ranks = ([statistics.median(each[arm]) for each in launches] for arm in (0, 1))
+    return min(baselines) / max(ranks), max(baselines) / min(ranks)
 
 
-def _the_last_that_is_fine(batch: int, per_sample: float, nbytes: float, latency: float, bandwidth: float) -> int:
-    return _break_even(batch, per_sample, nbytes, latency, bandwidth) - 1
+def _first_launch_only(launches: Launches) -> Interval:
+    return _range_of_launches([([a], [b]) for a, b in zip(*launches[0], strict=True)])
 
 
-break_even = Exercise(
+def _inverted(launches: Launches) -> Interval:
+    low, high = _honest_interval(launches)
+    return 1 / high, 1 / low
+
+
+honest_interval = Exercise(
     task=(
-        "break_even(batch, per_sample, nbytes, latency, bandwidth): return the smallest number of ranks (at least 2) "
-        "for which a ring all-reduce of nbytes takes longer than a rank's computation on its part of the batch. "
-        "Communication and computation do not overlap."
+        "honest_interval(launches): each launch is a pair (baseline, ranks) of lists of seconds per step. Return "
+        "(low, high), an interval that contains the true median speedup with a probability of at least 90 %, for any "
+        "number of launches from 5."
     ),
-    test=_test_break_even,
-    solution=_break_even,
+    test=_test_honest_interval,
+    solution=_honest_interval,
     wrong={
-        "computes the whole batch on every rank": _does_not_share_out,
-        "ignores the latency": _bandwidth_only,
-        "counts one half of the ring": _one_way,
-        "sends all bytes in each round": _whole_tensor_each_round,
-        "returns the largest number of ranks before that point": _the_last_that_is_fine,
+        "takes the range of any number of launches": _range_of_launches,
+        "treats turns as independent": _pools_the_turns,
+        "compares the arms of different launches": _compares_across_launches,
+        "looks at one launch only": _first_launch_only,
+        "divides the other way round": _inverted,
     },
     hints=(
-        "With strong scaling, the computation per rank shrinks with more ranks. How does communication change?",
-        "Computation takes batch * per_sample / ranks. Communication takes 2 (ranks - 1) rounds, each with one latency "
-        "and nbytes / ranks bytes.",
-        "Try 2, 3, 4, ... until communication takes longer.",
+        "Reduce each launch to one number: the ratio of the two medians.",
+        "With five launches, return the smallest and the largest ratio. With 20 launches, that interval is too wide.",
+        "Sort the n ratios and leave out k at each end. The interval misses the median if at most k of n coins show "
+        "heads, or at most k show tails. Increase k while the probability stays at 90 % or more.",
     ),
 )
 
-# ------------------------------------------------------------------------------------------------ 3. the smallest batch
+# ------------------------------------------------------------------------------------------------ 3. a fair benchmark
 
-_STEPS = [
-    (StepModel(0.0, 5e-3, 3.3e6, LinkModel(50e-6, 0.125e9)), 8, 0.9),
-    (StepModel(2e-3, 5e-6, 4e8, LinkModel(5e-6, 12.5e9), buckets=16, overlap=0.8), 64, 0.9),  # partly overlapped
-    (StepModel(0.0, 0.25, 8, LinkModel(0, 64)), 2, 0.9),  # communication takes as long as 4.5 samples
-    (StepModel(1e-3, 1e-4, 1e6, LinkModel(20e-6, 1.25e9)), 1024, 0.5),
-]
+Arms = Mapping[str, Callable[[], None]]
+Benchmark = Callable[[Arms, int, Callable[[], None]], dict[str, list[float]]]
+_TURNS = 4
+_START, _WORK, _STRAGGLER = 1.5, 0.1, 0.3  # seconds: of the first step, of a step, and of a step on the slow rank
 
 
-def _test_smallest_batch(answer: Answer) -> str:
-    for model, ranks, wanted in _STEPS:
-        right = _smallest_batch(model, ranks, wanted)
-        got = number(answer, model, ranks, wanted)
-        case = f"{ranks} ranks, at least {wanted:.0%} for {model}"
-        if got != right and got >= 1 and int(got) == got:
-            reached = model.weak_efficiency(int(got), ranks)
-            beside = model.weak_efficiency(right, ranks)
-            raise WrongAnswerError(
-                f"{case}: the result must be {right} samples per rank, the smallest number that is enough "
-                f"({beside:.2%}), got {got:g} ({reached:.2%})."
-            )
-        expect(got == right, f"{case}: the result must be {right} samples, got {got:g}.")
-    return "This is how large jobs stay efficient, and why their global batches are so large."
+class _Device:
+    """A simulated accelerator. Its work runs in the background, one piece after the other."""
+
+    def __init__(self) -> None:
+        self.done, self.calls = 0.0, list[str]()
+
+    def arm(self, name: str, first: float, later: float) -> Callable[[], None]:
+        """Return a step that takes `first` seconds in the first call, and `later` seconds in the others."""
+
+        def step() -> None:
+            seconds = later if name in self.calls else first
+            self.calls.append(name)
+            self.done = max(self.done, time.perf_counter()) + seconds
+
+        return step
+
+    def synchronize(self) -> None:
+        """Wait until the device is idle."""
+        while (left := self.done - time.perf_counter()) > 0:
+            time.sleep(left)
 
 
-def _smallest_batch(model: StepModel, ranks: int, wanted: float) -> int:
-    low, high = 0, 1
-    while model.compute(high) < wanted * (model.compute(high) + model.exposed(high, ranks)):
-        low, high = high, 2 * high
-    while high - low > 1:  # low is too few, high is enough
-        middle = (low + high) // 2
-        enough = model.compute(middle) >= wanted * (model.compute(middle) + model.exposed(middle, ranks))
-        low, high = (low, middle) if enough else (middle, high)
-    return high
+def _run_benchmark(world: World, answer: Benchmark) -> tuple[dict[str, list[float]], list[str]]:
+    device, straggler = _Device(), _STRAGGLER if world.rank else _WORK
+    arms = {
+        "steady": device.arm("steady", _WORK, _WORK),
+        "slow start": device.arm("slow start", _START, _WORK),
+        "straggler": device.arm("straggler", straggler, straggler),
+    }
+    return answer(dict(arms), _TURNS, device.synchronize), device.calls
 
 
-def _of_all_ranks(model: StepModel, ranks: int, wanted: float) -> int:
-    return ranks * _smallest_batch(model, ranks, wanted)
+def _test_fair_benchmark(answer: Answer) -> str:
+    stuck = "The ranks wait for each other. Both ranks must enter the same collectives."
+    (seconds, calls), (other, _) = on_ranks(_run_benchmark, 2, answer, stuck=stuck, timeout=60)
+    names = ["steady", "slow start", "straggler"]
+    expect(
+        isinstance(seconds, dict)
+        and sorted(seconds) == sorted(names)
+        and all(isinstance(each, list) and len(each) == _TURNS for each in seconds.values()),
+        f"The result must be a dict with a list of {_TURNS} numbers for each of {names}, got {seconds!r}.",
+    )
+    counts = {name: calls.count(name) for name in names}
+    expect(
+        min(counts.values()) > _TURNS,
+        f"The first step of each arm is a warm-up and must not be measured, got {counts} steps for {_TURNS} turns.",
+    )
+    switches = sum(a != b for a, b in pairwise(calls))
+    expect(
+        switches >= 2 * _TURNS,
+        f"The arms must take turns, got the steps in this order: {', '.join(calls)}.",
+    )
+    places = {name: {calls[i : i + 3].index(name) for i in range(0, len(calls) - 2, 3)} for name in names[::2]}
+    expect(
+        any(len(each) > 1 for each in places.values()),
+        "The order of the arms must change from turn to turn. Otherwise, each arm always follows the same other arm.",
+    )
+    expect(
+        min(seconds["steady"]) >= _WORK,
+        f"A step of the arm 'steady' takes {_WORK} s on the device, got {min(seconds['steady']):.4f} s. The step "
+        "returns before the device is done.",
+    )
+    expect(
+        min(seconds["straggler"]) >= _STRAGGLER,
+        f"The arm 'straggler' takes {_STRAGGLER} s on rank 1, got {min(seconds['straggler']):.4f} s on rank 0. The "
+        "slowest rank determines the time.",
+    )
+    slowest = max(max(each) for each in seconds.values())
+    expect(
+        slowest < _START,
+        f"Only the warm-up of the arm 'slow start' takes {_START} s, got a turn of {slowest:.2f} s. Wait until the "
+        "device is idle before you start the timer.",
+    )
+    expect(seconds == other, "Both ranks must return identical numbers, such as the maximum over the ranks.")
+    return "Your benchmark is fair: it excludes the warm-up, takes turns, and waits for the device and for all ranks."
 
 
-def _stops_doubling(model: StepModel, ranks: int, wanted: float) -> int:
-    samples = 1
-    while model.weak_efficiency(samples, ranks) < wanted:
-        samples *= 2
-    return samples
+def _fair_benchmark(arms: Arms, turns: int, synchronize: Callable[[], None]) -> dict[str, list[float]]:
+    seconds: dict[str, list[float]] = {name: [] for name in arms}
+    for turn in range(turns + 1):
+        for name in list(arms)[:: -1 if turn % 2 else 1]:
+            dist.barrier()
+            begin = time.perf_counter()
+            arms[name]()
+            synchronize()
+            dist.barrier()  # until the slowest rank is done
+            elapsed = torch.tensor(time.perf_counter() - begin, dtype=torch.float64)
+            dist.all_reduce(elapsed, op=dist.ReduceOp.MAX)
+            if turn > 0:  # the first turn is the warm-up
+                seconds[name].append(elapsed.item())
+    return seconds
 
 
-def _hides_nothing(model: StepModel, ranks: int, wanted: float) -> int:
-    samples = 1
-    while model.compute(samples) < wanted * (model.compute(samples) + model.communication(ranks)):
-        samples += 1
-    return samples
+def _benchmark_with(
+    arms: Arms,
+    turns: int,
+    synchronize: Callable[[], None],
+    *,
+    warm_up: int = 1,
+    reverse: bool = True,
+    by_arm: bool = False,
+    wait: bool = True,
+    barrier: bool = True,
+    agree: bool = True,
+    wait_in_warm_up: bool = True,
+) -> dict[str, list[float]]:
+    """Run the solution with one part changed."""
+    seconds: dict[str, list[float]] = {name: [] for name in arms}
+    order = [
+        (turn, name) for turn in range(turns + warm_up) for name in list(arms)[:: -1 if reverse and turn % 2 else 1]
+    ]
+    if by_arm:
+        order.sort(key=lambda each: list(arms).index(each[1]))
+    for turn, name in order:
+        dist.barrier()
+        begin = time.perf_counter()
+        arms[name]()
+        if wait and (turn >= warm_up or wait_in_warm_up):
+            synchronize()
+        if barrier:
+            dist.barrier()
+        elapsed = torch.tensor(time.perf_counter() - begin, dtype=torch.float64)
+        if agree:
+            dist.all_reduce(elapsed, op=dist.ReduceOp.MAX if barrier else dist.ReduceOp.AVG)
+        if turn >= warm_up:
+            seconds[name].append(elapsed.item())
+    return seconds
 
 
-def _for_two_ranks(model: StepModel, ranks: int, wanted: float) -> int:
-    return _smallest_batch(model, 2, wanted)
-
-
-def _one_too_few(model: StepModel, ranks: int, wanted: float) -> int:
-    return max(1, _smallest_batch(model, ranks, wanted) - 1)
-
-
-smallest_batch = Exercise(
+fair_benchmark = Exercise(
     task=(
-        "smallest_batch(model, ranks, wanted): return the smallest number of samples per rank for which computation is "
-        "at least the fraction `wanted` of a step. The two parts of a step, in seconds, are model.compute(samples) and "
-        "model.exposed(samples, ranks)."
+        "fair_benchmark(arms, turns, synchronize): arms maps names to functions that start one step on this rank's "
+        "device. synchronize() waits until the device is done. Return a dict that maps each name to a list of `turns` "
+        "numbers: the seconds of a step until all ranks are done, identical on all ranks."
     ),
-    test=_test_smallest_batch,
-    solution=_smallest_batch,
+    test=_test_fair_benchmark,
+    solution=_fair_benchmark,
     wrong={
-        "counts the samples of all ranks": _of_all_ranks,
-        "doubles and stops there": _stops_doubling,
-        "ignores the overlap": _hides_nothing,
-        "computes it for two ranks": _for_two_ranks,
-        "returns one too few": _one_too_few,
+        "measures the first step": partial(_benchmark_with, warm_up=0),
+        "measures one arm after the other": partial(_benchmark_with, by_arm=True),
+        "always uses the same order": partial(_benchmark_with, reverse=False),
+        "does not wait for the device": partial(_benchmark_with, wait=False),
+        "does not wait for the device after the warm-up": partial(_benchmark_with, wait_in_warm_up=False),
+        "averages over the ranks": partial(_benchmark_with, barrier=False),
+        "returns each rank's own clock": partial(_benchmark_with, agree=False),
     },
     hints=(
-        "A step is computation plus exposed communication. More samples increase only the computation.",
-        "The efficiency for s samples is compute(s) / (compute(s) + exposed(s, ranks)). Try 1, 2, 3, ... until it is "
-        "high enough.",
-        "Tens of thousands of tries are fine. For fewer, double until it is enough, then bisect.",
+        "Write one loop over the turns, and inside it one loop over the arms. The first turn is the warm-up.",
+        "Before the timer starts and before it stops, all ranks must be done: synchronize(), then dist.barrier().",
+        "Reverse the order of the arms in every second turn. Take the maximum over the ranks with dist.all_reduce.",
     ),
 )

@@ -26,7 +26,8 @@ NETWORKS = {
     "1 Gbit/s Ethernet": LinkModel(50e-6, 0.125e9),
     "10 Gbit/s Ethernet": LinkModel(20e-6, 1.25e9),
     "100 Gbit/s, remote memory access": LinkModel(5e-6, 12.5e9),
-    "NVLink class": LinkModel(2e-6, 300e9),
+    "400 Gbit/s, remote memory access": LinkModel(4e-6, 50e9),
+    "NVLink class": LinkModel(2e-6, 300e9),  # within one domain, of 8 to 72 GPUs
 }
 
 

@@ -315,11 +315,16 @@ def stacked(
 
 @styled
 def repeats_and_medians(
-    series: Mapping[str, Mapping[str, Sequence[float]]], title: str, xlabel: str, ylabel: str
+    series: Mapping[str, Mapping[str, Sequence[float]]],
+    title: str,
+    xlabel: str,
+    ylabel: str,
+    from_zero: bool = False,
 ) -> Figure:
     """Draw the value of each repeat as a point above the name of its group, and the group's median as a dash.
 
-    The points of a group are in the order of the repeats. Within a group, the series are side by side.
+    The points of a group are in the order of the repeats. Within a group, the series are side by side. With
+    `from_zero`, the y-axis starts at 0, so that heights show ratios.
     """
     figure, axes = plt.subplots(figsize=(8.5, 3.8))
     places = list(dict.fromkeys(name for groups in series.values() for name in groups))
@@ -335,6 +340,8 @@ def repeats_and_medians(
     axes.plot([], [], color=INK, linewidth=2, label="median")
     axes.set_xticks(range(len(places)), places)
     axes.set_xlim(-0.5, len(places) - 0.5)
+    if from_zero:
+        axes.set_ylim(bottom=0)
     axes.grid(visible=False, axis="x")
     axes.set(title=title, xlabel=xlabel, ylabel=ylabel)
     figure.legend(ncols=min(6, len(series) + 1), loc="outside lower center")
