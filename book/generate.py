@@ -7,10 +7,15 @@ from collections.abc import Callable
 from pathlib import Path
 
 from architecture import svg
+from planning_page import planning_page
 from settings import configuration_page
 
 BOOK = Path(__file__).parent
-GENERATED: dict[str, Callable[[], str]] = {"configuration.md": configuration_page, "architecture.svg": svg}
+GENERATED: dict[str, Callable[[], str]] = {
+    "configuration.md": configuration_page,
+    "planning.md": planning_page,
+    "architecture.svg": svg,
+}
 
 
 def main() -> None:

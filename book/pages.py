@@ -20,7 +20,7 @@ from ddp_tutorial.experiments.notebooks import NOTEBOOKS, Chapter, chapters
 BOOK = Path(__file__).parent
 README = BOOK.parent / "README.md"
 GLOSSARY = BOOK / "glossary.md"
-GUIDES = ("installation", "user_guide", "launching", "strategies", "coming_from", "troubleshooting")
+GUIDES = ("installation", "user_guide", "launching", "strategies", "planning", "coming_from", "troubleshooting")
 REFERENCE = ("book/configuration", "api/index", "book/glossary", "book/benchmarks", "genindex")
 PROJECT = ("threat_model", "contributing")
 

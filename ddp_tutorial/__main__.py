@@ -15,7 +15,7 @@ from pathlib import Path
 
 import click
 
-from ddp_tutorial.commands import checkpoint, cluster, logs, machine, model, project, slurm, sweep, training
+from ddp_tutorial.commands import checkpoint, cluster, logs, machine, model, planning, project, slurm, sweep, training
 from ddp_tutorial.config import ConfigError, FailedError
 from ddp_tutorial.processes.errors import RankError
 from ddp_tutorial.processes.signals import StoppedError, exit_code
@@ -49,6 +49,7 @@ for command in (
     project.stories,
     project.bench,
     project.reproduce,
+    planning.plan,
     cluster.cluster,
     machine.doctor,
     machine.completion,

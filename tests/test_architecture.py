@@ -45,7 +45,7 @@ ROOMS = {
     "benches": (
         "processes cluster sharding ddp accumulation checkpoint zero pipeline training experiments debug live peers"
     ),
-    "commands": "processes cluster sharding ddp checkpoint runs figures training experiments debug benches",
+    "commands": "processes cluster sharding ddp checkpoint planning runs figures training experiments debug benches",
     "__main__": "processes commands",
 }
 ROOT = {

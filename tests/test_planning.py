@@ -1,5 +1,6 @@
 """The model of a training step: exact counts, formulas by hand, consistency, and the errors on published runs."""
 
+import json
 import math
 from dataclasses import replace
 from typing import get_args
@@ -8,6 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from commands import call
 from ddp_tutorial.ddp.link_model import LinkModel
 from ddp_tutorial.experiments import choices
 from ddp_tutorial.planning.choice import as_text, choose, run_cost
@@ -283,3 +285,56 @@ def test_median_error_on_published_runs_is_at_most_15_percent() -> None:
 
 def test_the_only_fitted_constant_is_the_best_one_for_all_runs() -> None:
     assert fit() == REACHED
+
+
+# ---------------------------------------------------------------------------------------------------------- the command
+
+
+def test_the_command_prints_plans_and_the_cost_of_a_run() -> None:
+    done = call(
+        "plan", "llama-2-7b", "sequence=2048", "--devices", "16", "--tokens", "1e11", "--price", "2", "--top", "3"
+    )
+    assert done.returncode == 0, done.stderr
+    title, header, *rows = done.stdout.splitlines()
+    assert title == "Llama 2 7B, 6,738,415,616 parameters, 16 x H100, DGX H100"
+    assert header.split()[0] == "plan"
+    assert len(rows) == 5
+    assert all(row.endswith("yes") for row in rows[:3])
+    assert rows[3].startswith("the first plan trains on 100,000,000,000 tokens in ")
+    assert rows[4].startswith("at 2 per device hour, this costs ")
+
+
+def test_the_command_prints_json() -> None:
+    done = call("plan", "gpt-2", "--device", "a100-40", "--network", "aws-p4d", "--tokens", "1e9", "--json")
+    plans = json.loads(done.stdout)["plans"]
+    assert plans[0]["memory"]["total"] < DEVICES["A100-40"].memory
+    assert plans[0]["run"]["device_hours"] == pytest.approx(plans[0]["run"]["seconds"] * 8 / 3600)
+    slow = json.loads(call("plan", "gpt-2", "--devices", "64", "--node-gbit", "1", "--json").stdout)["plans"]
+    fast = json.loads(call("plan", "gpt-2", "--devices", "64", "--json").stdout)["plans"]
+    assert min(plan["seconds"] for plan in slow) > min(plan["seconds"] for plan in fast)
+
+
+def test_the_command_prints_the_comparison() -> None:
+    assert call("plan", "--published").stdout.rstrip() == comparison_as_text(comparison())
+    found = json.loads(call("plan", "--published", "--json").stdout)
+    assert len(found["runs"]) == len(PUBLISHED_RUNS)
+    assert found["median_error"] <= 0.15
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ((), "error: a model is missing: write one of gpt-2, "),
+        (("gpt-5",), "error: the model must be one of gpt-2, "),
+        (("gpt-2", "depth=3"), "error: a change of the shape must be NAME=VALUE"),
+        (("gpt-2", "layers=0"), "error: layers must be a whole number of at least 1, got '0'"),
+        (("gpt-2", "gated=3"), "error: gated must be true or false, got '3'"),
+        (("gpt-2", "heads=7"), "error: width must be a multiple of heads"),
+        (("gpt-2", "--devices", "512", "--batch", "1024"), "error: no plan has a global batch of about 1,024 tokens"),
+    ],
+)
+def test_mistakes_are_reported_in_one_line(arguments: tuple[str, ...], message: str) -> None:
+    done = call("plan", *arguments)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.startswith(message)
+    assert len(done.stderr.splitlines()) == 1
