@@ -414,11 +414,13 @@ def test_07_trains_on_the_same_samples_in_the_same_order_as_06(tmp_path):
     assert_bitwise_identical(tmp_path / "06", tmp_path / "07")
 
 
-def test_a_run_that_torchrun_restarts_is_bitwise_identical_to_an_undisturbed_one(tmp_path):
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_a_run_that_torchrun_restarts_is_bitwise_identical_to_an_undisturbed_one(strategy, tmp_path):
     (tmp_path / "train.py").write_text(course.script(LAST))
     (tmp_path / "killed.py").write_text(KILLED)
-    launch(train_once, 3, tmp_path, LAST, "whole", 0, "--steps=32", "--every=8", "--dropout=0.2", **FORKED)
-    run = train(tmp_path, 3, "restarted", script="killed.py", restarts=1)
+    options = ["--steps=32", "--every=8", "--dropout=0.2", f"--strategy={strategy}"]
+    launch(train_once, 3, tmp_path, LAST, "whole", 0, *options, **FORKED)
+    run = train(tmp_path, 3, "restarted", f"--strategy={strategy}", script="killed.py", restarts=1)
     assert run.returncode == 0, run.stderr
     lines = run.stdout.splitlines()
     assert [line[:7] for line in lines] == ["step 8:", "step 16", "step 24", "step 16", "step 24", "step 32", "validat"]
@@ -472,6 +474,52 @@ def test_a_signal_saves_and_another_number_of_ranks_may_resume(tmp_path):
     )
     torch.testing.assert_close(changed_losses, losses, rtol=0, atol=1e-5)
     torch.testing.assert_close(changed_weights, weights, rtol=0, atol=1e-6)
+
+
+def test_fsdp_trains_like_ddp_and_a_run_may_change_its_strategy(tmp_path):
+    def run(ranks, name, strategy, *options, stop=0):
+        options = ["--steps=12", "--every=4", "--batch=49", "--accumulate=2", f"--strategy={strategy}", *options]
+        launch(train_once, ranks, tmp_path, LAST, name, stop, *options, **FORKED)
+        return max(path.name for path in (tmp_path / name).iterdir())
+
+    clip = "--clip=0.3"
+    run(2, "ddp", "ddp", clip)
+    run(3, "fsdp", "fsdp", clip)
+    assert run(2, "changed", "ddp", clip, stop=3) == "step_00000003"
+    assert run(3, "changed", "fsdp", clip, stop=6) == "step_00000006"
+    assert run(1, "changed", "fsdp", clip, stop=9) == "step_00000009"
+    assert run(2, "changed", "ddp", clip) == "step_00000012"
+    weights, losses = saved_by(tmp_path / "ddp")
+    for name in "fsdp", "changed":
+        torch.testing.assert_close(saved_by(tmp_path / name)[1], losses, rtol=0, atol=1e-5)
+    torch.testing.assert_close(saved_by(tmp_path / "changed")[0], weights, rtol=0, atol=1e-6)
+    files = (tmp_path / "fsdp" / "step_00000012").glob("*.safetensors")
+    sizes = [sum(map(torch.numel, safetensors.torch.load_file(file).values())) for file in files]
+    assert len(sizes) == 3
+    assert max(sizes) < 0.4 * sum(sizes), "each rank saves its shard"
+    for strategy in "ddp", "fsdp":
+        run(2, f"{strategy}, bf16", strategy, "--bf16", "--batch-norm")
+    rounded = [saved_by(tmp_path / f"{strategy}, bf16")[1] for strategy in ("ddp", "fsdp")]
+    torch.testing.assert_close(*rounded, rtol=0, atol=0.02)
+
+
+def sharded_parts(world):
+    script = imported(LAST)
+    args = script.parse_args(["model", f"--data={DATA}", "--strategy=fsdp", "--bf16", "--batch=48", "--batch-norm"])
+    model = script.make_parts(args, torch.device("cpu"))["model"]
+    rows = [parameter.to_local().shape[0] for parameter in model.parameters()]
+    policies = [layer._get_fsdp_state()._mp_policy for layer in model if isinstance(layer, script.FSDPModule)]
+    held_out = script.Digits(DATA / "held_out.parquet")
+    held_out.digits = held_out.digits[:49]  # on two ranks, rank 1 has no sample in the last batch
+    samples = script.evaluate(model, held_out, args, torch.device("cpu"))[2]
+    return rows, [(policy.param_dtype, policy.reduce_dtype) for policy in policies], samples
+
+
+def test_fsdp_shards_rows_gathers_bfloat16_and_evaluates_uneven_batches():
+    for rows, policies, samples in launch(sharded_parts, 2, **FORKED):
+        assert rows == [32, 32, 32, 32, 5, 5]
+        assert policies == [(torch.bfloat16, torch.float32)] * 2
+        assert samples == 49
 
 
 def train_in_parts(world, folder, number):
