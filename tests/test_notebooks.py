@@ -258,7 +258,6 @@ def test_cells_are_short(path):
 # The notebooks that are still to be brought within the limits. Remove a name with the rewrite of its notebook.
 TOO_LONG = {
     "17_sharded_state",
-    "18_pipelines",
 }
 
 

@@ -1,8 +1,8 @@
-"""Exercises of 18_pipelines: the order of 1F1B, the number of micro-batches, and balanced stages."""
+"""Exercises of 18_pipelines: the order of 1F1B, a schedule with a smaller bubble, and balanced stages."""
 
 import copy
-import math
 from collections.abc import Sequence
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -153,71 +153,149 @@ order_of_1f1b = Exercise(
     ),
 )
 
-# --------------------------------------------------------------------------------------- 2. the number of micro-batches
+# ------------------------------------------------------------------------------------------------------ 2. zero bubble
 
-_WANTED = [(2, 0.2), (4, 0.2), (8, 0.1), (8, 0.5), (3, 0.34), (1, 0.01), (16, 0.05)]  # stages, at most
+_ROWS = [(1, 3), (2, 2), (2, 5), (3, 4), (4, 8), (4, 5)]  # stages, micro-batches
+_Row = list[tuple[str, int]]
 
 
-def _test_fewest(answer: Answer) -> str:
-    for stages, at_most in _WANTED:
-        got = answer(stages, at_most)
-        if isinstance(got, bool) or not isinstance(got, (int, float)) or got != int(got) or got < 1:
-            raise WrongAnswerError(f"The result must be an integer of at least 1, got {got!r}.")
-        right = _fewest_micro_batches(stages, at_most)
-        there = simulate(one_f_one_b(stages, right)).bubble
-        reached = (stages - 1) / (int(got) + stages - 1)
+def _times(table: Sequence[_Row]) -> list[dict[tuple[str, int], int]]:
+    """Return the end of each action on each stage, if every action takes one second.
+
+    Raises:
+        WrongAnswerError: If the stages wait for each other forever.
+    """
+    ends: list[dict[tuple[str, int], int]] = [{} for _ in table]
+    free = [0] * len(table)
+    moved = True
+    while moved:
+        moved = False
+        for stage, row in enumerate(table):
+            while len(ends[stage]) < len(row):
+                kind, m = row[len(ends[stage])]
+                needs = {"F": [(stage - 1, "F")], "B": [(stage, "F"), (stage + 1, "B")], "W": [(stage, "B")]}[kind]
+                inputs = [ends[other].get((need, m)) for other, need in needs if 0 <= other < len(table)]
+                if None in inputs:
+                    break
+                free[stage] = 1 + max([free[stage], *(each for each in inputs if each is not None)])
+                ends[stage][kind, m] = free[stage]
+                moved = True
+    for stage, row in enumerate(table):
+        if len(ends[stage]) < len(row):
+            kind, m = row[len(ends[stage])]
+            raise WrongAnswerError(
+                f"{len(table)} stages: stage {stage} waits forever to run {kind}{m}, because its input never exists."
+            )
+    return ends
+
+
+def _test_zero_bubble(answer: Answer) -> str:
+    for stages, micro_batches in _ROWS:
+        case = f"{stages} stages, {micro_batches} micro-batches"
+        table = []
+        for stage in range(stages):
+            got = answer(stage, stages, micro_batches)
+            try:
+                row = [(str(kind), int(m)) for kind, m in got]
+            except (TypeError, ValueError):
+                raise WrongAnswerError(
+                    f"The result must be a list such as [('F', 0), ('B', 0)], got {got!r}."
+                ) from None
+            wanted = sorted((kind, m) for kind in "FBW" for m in range(micro_batches))
+            expect(
+                sorted(row) == wanted,
+                f"{case}: stage {stage} must run F, B and W of each micro-batch once, got {_shown(row)}.",
+            )
+            table.append(row)
+        slowest = max(end for ends in _times(table) for end in ends.values())
+        best = 3 * micro_batches + stages - 1
+        for stage, row in enumerate(table):
+            most = max(accumulate(({"F": 1, "B": 0, "W": -1}[kind] for kind, _ in row), initial=0))
+            expect(
+                most <= stages,
+                f"{case}: stage {stage} must keep at most {stages} micro-batches between F and W, got {most}. Its "
+                f"order is {_shown(row)}.",
+            )
         expect(
-            int(got) == right,
-            f"{stages} stages, a bubble of at most {at_most:.0%}: the result must be {right} micro-batches, the "
-            f"smallest number that is enough (bubble {there:.1%}), got {int(got)} (bubble {reached:.1%}).",
+            slowest <= best,
+            f"{case}: with one second per action, the step must take {best} s, got {slowest} s. Stage 0's order is "
+            f"{_shown(table[0])}.",
         )
-    return "A bubble of 20 % needs about four times as many micro-batches as stages."
+    return "The step takes 2 (stages - 1) seconds less than 1F1B, and no stage keeps more micro-batches than stage 0."
 
 
-def _fewest_micro_batches(stages: int, at_most: float) -> int:
-    micro_batches = 1
-    while (stages - 1) / (micro_batches + stages - 1) > at_most + 1e-9:
-        micro_batches += 1
-    return micro_batches
+def _shown(row: _Row) -> str:
+    return " ".join(f"{kind}{m}" for kind, m in row)
 
 
-def _over_what_is_busy(stages: int, at_most: float) -> int:
-    return max(1, math.ceil((stages - 1) / at_most - 1e-9))
+def _zero_bubble_order(stage: int, stages: int, micro_batches: int) -> list[tuple[str, int]]:
+    ahead = min(stages - 1 - stage, micro_batches)
+    row, done = [("F", m) for m in range(ahead)], 0
+    for m in range(micro_batches):
+        if m + ahead < micro_batches:
+            row.append(("F", m + ahead))
+        row.append(("B", m))
+        if m >= stage:  # keep `stage` weight gradients for the end
+            row.append(("W", done))
+            done += 1
+    return row + [("W", m) for m in range(done, micro_batches)]
 
 
-def _counts_itself(stages: int, at_most: float) -> int:
-    return max(1, math.ceil(stages * (1 - at_most) / at_most - 1e-9))
+def _weights_at_once(stage: int, stages: int, micro_batches: int) -> _Row:
+    row: _Row = []
+    for kind, m in _order_of_1f1b(stage, stages, micro_batches):
+        row += [("B", m), ("W", m)] if kind == "B" else [(kind, m)]
+    return row
 
 
-def _one_too_few(stages: int, at_most: float) -> int:
-    return max(1, _fewest_micro_batches(stages, at_most) - 1)
+def _weights_last(stage: int, stages: int, micro_batches: int) -> _Row:
+    return _order_of_1f1b(stage, stages, micro_batches) + [("W", m) for m in range(micro_batches)]
 
 
-def _as_many_as_stages(stages: int, at_most: float) -> int:
-    return stages
+def _no_weights(stage: int, stages: int, micro_batches: int) -> _Row:
+    return _order_of_1f1b(stage, stages, micro_batches)
 
 
-fewest_micro_batches = Exercise(
+def _weights_first(stage: int, stages: int, micro_batches: int) -> _Row:
+    row: _Row = []
+    for kind, m in _order_of_1f1b(stage, stages, micro_batches):
+        row += [("W", m), ("B", m)] if kind == "B" else [(kind, m)]
+    return row
+
+
+def _keeps_from_the_other_end(stage: int, stages: int, micro_batches: int) -> _Row:
+    row: _Row = []
+    kept = stages - 1 - stage
+    for kind, m in _order_of_1f1b(stage, stages, micro_batches):
+        row.append((kind, m))
+        if kind == "B" and m >= kept:
+            row.append(("W", m - kept))
+    return row + [("W", m) for m in range(max(0, micro_batches - kept), micro_batches)]
+
+
+zero_bubble_order = Exercise(
     task=(
-        "fewest_micro_batches(stages, at_most): return the smallest number of micro-batches per step for which the "
-        "bubble is at most the fraction `at_most` of all ranks' time. All stages take the same time."
+        "zero_bubble_order(stage, stages, micro_batches): return the order in which this stage runs one step, a list "
+        "of ('F', m), ('B', m) and ('W', m). Each takes one second. The step must take 3 micro_batches + stages - 1 "
+        "seconds, and a stage may keep at most `stages` micro-batches between F and W."
     ),
-    test=_test_fewest,
-    solution=_fewest_micro_batches,
+    test=_test_zero_bubble,
+    solution=_zero_bubble_order,
     wrong={
-        "divides by the busy time": _over_what_is_busy,
-        "counts the stage itself as waiting time": _counts_itself,
-        "returns one too few": _one_too_few,
-        "returns the number of stages": _as_many_as_stages,
+        "computes each weight gradient at once, as 1F1B does": _weights_at_once,
+        "computes all weight gradients at the end": _weights_last,
+        "computes no weight gradients": _no_weights,
+        "computes the weight gradient before the input gradient": _weights_first,
+        "delays the weight gradients of the first stage": _keeps_from_the_other_end,
     },
     hints=(
-        "A rank is busy for one slot per micro-batch. How many slots does the whole step take?",
-        "The step takes micro_batches + stages - 1 slots, so (stages - 1) / (micro_batches + stages - 1) is idle.",
-        "Try 1, 2, 3, ... Allow for rounding: compare with at_most + 1e-9.",
+        "Start from 1F1B. A W can wait, so it fills the time in which a stage would wait for the next B.",
+        "The first stage waits for gradients at the end of the step, so the other stages should send them early.",
+        "Stage s always has s weight gradients left, until no B is left: it runs W of micro-batch m - s after B of m.",
     ),
 )
 
-# ----------------------------------------------------------------------------------------------- --- 3. balanced stages
+# -------------------------------------------------------------------------------------------------- 3. balanced stages
 
 _MODELS: list[tuple[list[int], int]] = [
     ([1, 1, 1, 1], 2),

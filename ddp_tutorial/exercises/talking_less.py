@@ -1,6 +1,7 @@
-"""Exercises of 19_talking_less: a round of local SGD, DiLoCo's outer step, and the length of a round."""
+"""Exercises of 19_talking_less: a round of local SGD, an average that reports problems, and a delayed outer step."""
 
-import math
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -163,166 +164,328 @@ local_round = Exercise(
     ),
 )
 
-# ----------------------------------------------------------------------------------------------- 2. DiLoCo's outer step
+# --------------------------------------------------------------------------------------- 2. one all-reduce that reports
+
+_BAD: list[set[int]] = [set(), {2}, {0, 1}, {0, 1, 2}]  # ranks whose gradient was not finite
 
 
-def _test_outer(answer: Answer) -> str:
-    for rate, momentum in ((1.0, 0.0), (0.5, 0.0), (0.7, 0.9)):
-        draw = torch.Generator().manual_seed(1)
-        start, velocity = torch.randn(3, generator=draw), torch.zeros(3)
-        for number in range(3):
-            mean = start + torch.randn(3, generator=draw)
-            right = _my_outer_step(start, mean, velocity, rate, momentum)
-            given = [each.clone() for each in (start, mean, velocity)]
-            got = answer(*given, rate, momentum)
-            if not (isinstance(got, tuple) and len(got) == 2 and all(map(torch.is_tensor, got))):
-                raise WrongAnswerError(f"The result must be two tensors (weights, velocity), got {got!r}.")
-            what = f"learning rate {rate:g}, momentum {momentum:g}, round {number + 1}"
-            for name, mine, should in zip(("weights", "velocity"), got, right, strict=True):
-                if mine.shape == should.shape and torch.allclose(mine, should, atol=1e-5):
-                    continue
-                raise WrongAnswerError(
-                    f"{what}: the round started at {numbers(start, 4)}, and the ranks' mean after it is "
-                    f"{numbers(mean, 4)}. The {name} must be {numbers(should, 4)}, got {numbers(mine, 4)}."
-                )
-            start, velocity = right
-    return "A learning rate of 1 without momentum gives local SGD; 0.7 with momentum 0.9 gives DiLoCo as in the paper."
+def _run_report(world: World, answer: Answer) -> None:
+    for bad in _BAD:
+        torch.manual_seed(world.rank)
+        model = nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 1))
+        own = nn.utils.parameters_to_vector(model.parameters()).detach().clone()
+        of_ranks = []
+        for rank in range(world.size):
+            torch.manual_seed(rank)
+            other = nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 1))
+            of_ranks.append(nn.utils.parameters_to_vector(other.parameters()).detach())
+        with _recorded(lambda: 0) as calls:
+            result = answer(model, world.rank not in bad)
+        whose = f"ranks {sorted(bad)}" if bad else "no rank"
+        case = f"The gradient of {whose} is not finite. On rank {world.rank},"
+        expect(len(calls) == 1, f"{case} the function must call dist.all_reduce once, got {len(calls)} calls.")
+        got = nn.utils.parameters_to_vector(model.parameters()).detach()
+        found = sorted(int(each) for each in result) if isinstance(result, (list, tuple, set)) else result
+        expect(found == sorted(bad), f"{case} the result must be {sorted(bad)}, got {result!r}.")
+        right, what = (own, "its own, unchanged") if bad else (torch.stack(of_ranks).mean(0), "the mean of all ranks")
+        expect(
+            torch.allclose(got, right, atol=1e-6),
+            f"{case} the weights must be {what}: the first ones are {numbers(right[:3])}, got {numbers(got[:3])}.",
+        )
 
 
-def _my_outer_step(
-    start: torch.Tensor, mean: torch.Tensor, velocity: torch.Tensor, learning_rate: float, momentum: float
-) -> tuple[torch.Tensor, torch.Tensor]:
-    difference = start - mean
-    velocity = momentum * velocity + difference
-    return start - learning_rate * (difference + momentum * velocity), velocity
+class _Recorded:
+    """The handle of an asynchronous all-reduce, which records when it is waited for."""
+
+    def __init__(self, work: Any, call: dict[str, Any], now: Callable[[], int]) -> None:
+        self.work, self.call, self.now = work, call, now
+
+    def wait(self) -> Any:
+        self.call.setdefault("waited", self.now())
+        return self.work.wait()
+
+    def is_completed(self) -> bool:
+        return bool(self.work.is_completed())
 
 
-def _uphill(start: Any, mean: Any, velocity: Any, learning_rate: float, momentum: float) -> Any:
-    return _my_outer_step(start, 2 * start - mean, velocity, learning_rate, momentum)
+@contextmanager
+def _recorded(now: Callable[[], int]) -> Iterator[list[dict[str, Any]]]:
+    """Record the all-reduces inside the context: when each one starts and ends, in units of `now()`."""
+    calls: list[dict[str, Any]] = []
+    real = dist.all_reduce
+
+    def all_reduce(*args: Any, **named: Any) -> Any:
+        calls.append({"started": now()})
+        work = real(*args, **named)
+        if work is None:
+            calls[-1]["waited"] = now()
+            return None
+        return _Recorded(work, calls[-1], now)
+
+    dist.all_reduce = all_reduce
+    try:
+        yield calls
+    finally:
+        dist.all_reduce = real
 
 
-def _heavy_ball(start: Any, mean: Any, velocity: Any, learning_rate: float, momentum: float) -> Any:
-    velocity = momentum * velocity + start - mean
-    return start - learning_rate * velocity, velocity
+def _test_report(answer: Answer) -> str:
+    stuck = "A rank waits forever for the others. Every rank must call the same all-reduce, whatever `finite` is."
+    on_ranks(_run_report, _RANKS, answer, stuck=stuck, timeout=15)
+    return "The ranks agree with the message that they send anyway, so a round needs no further communication."
 
 
-def _from_the_mean(start: Any, mean: Any, velocity: Any, learning_rate: float, momentum: float) -> Any:
-    weights, velocity = _my_outer_step(start, mean, velocity, learning_rate, momentum)
-    return weights - start + mean, velocity
+def _average_or_report(model: nn.Module, finite: bool) -> list[int]:
+    size, parameters = dist.get_world_size(), list(model.parameters())
+    flags = torch.zeros(size)
+    flags[dist.get_rank()] = not finite
+    message = torch.cat([flags, *(p.detach().flatten() / size for p in parameters)])
+    dist.all_reduce(message)
+    bad = message[:size].nonzero().flatten().tolist()
+    if not bad:
+        with torch.no_grad():
+            nn.utils.vector_to_parameters(message[size:], parameters)
+    return bad
 
 
-def _forgets_velocity(start: Any, mean: Any, velocity: Any, learning_rate: float, momentum: float) -> Any:
-    return _my_outer_step(start, mean, torch.zeros_like(start), learning_rate, momentum)
+def _averages_anyway(model: nn.Module, finite: bool) -> list[int]:
+    size, parameters = dist.get_world_size(), list(model.parameters())
+    flags = torch.zeros(size)
+    flags[dist.get_rank()] = not finite
+    message = torch.cat([flags, *(p.detach().flatten() / size for p in parameters)])
+    dist.all_reduce(message)
+    nn.utils.vector_to_parameters(message[size:], parameters)
+    return list(message[:size].nonzero().flatten().tolist())
 
 
-def _old_velocity(start: Any, mean: Any, velocity: Any, learning_rate: float, momentum: float) -> Any:
-    difference = start - mean
-    weights = start - learning_rate * (difference + momentum * velocity)
-    return weights, momentum * velocity + difference
+def _asks_first(model: nn.Module, finite: bool) -> list[int]:
+    flags = torch.zeros(dist.get_world_size())
+    flags[dist.get_rank()] = not finite
+    dist.all_reduce(flags)
+    bad = list(flags.nonzero().flatten().tolist())
+    if not bad:
+        for parameter in model.parameters():
+            parameter.data /= dist.get_world_size()
+            dist.all_reduce(parameter.data)
+    return bad
 
 
-outer_step = Exercise(
+def _knows_only_its_own(model: nn.Module, finite: bool) -> list[int]:
+    size, parameters = dist.get_world_size(), list(model.parameters())
+    message = torch.cat([p.detach().flatten() / size for p in parameters])
+    dist.all_reduce(message)
+    if finite:
+        nn.utils.vector_to_parameters(message, parameters)
+        return []
+    return [dist.get_rank()]
+
+
+def _counts_ranks(model: nn.Module, finite: bool) -> list[int]:
+    size, parameters = dist.get_world_size(), list(model.parameters())
+    message = torch.cat([torch.tensor([float(not finite)]), *(p.detach().flatten() / size for p in parameters)])
+    dist.all_reduce(message)
+    if message[0]:
+        return list(range(int(message[0])))
+    nn.utils.vector_to_parameters(message[1:], parameters)
+    return []
+
+
+def _skips_the_all_reduce(model: nn.Module, finite: bool) -> list[int]:
+    return _average_or_report(model, finite) if finite else [dist.get_rank()]
+
+
+average_or_report = Exercise(
     task=(
-        "outer_step(start, mean, velocity, learning_rate, momentum): take DiLoCo's outer step for one tensor. A round "
-        "started with the weights `start`, and `mean` is the mean of the ranks' weights after it. Return the initial "
-        "weights of the next round and the new velocity: SGD with Nesterov momentum, whose gradient is start - mean."
+        "average_or_report(model, finite): set the weights to the mean over all ranks, with one dist.all_reduce. "
+        "`finite` is false on a rank whose gradient was not finite in this round. If there are such ranks, leave the "
+        "weights unchanged on all ranks. Return the list of these ranks, the same on all ranks."
     ),
-    test=_test_outer,
-    solution=_my_outer_step,
+    test=_test_report,
+    solution=_average_or_report,
     wrong={
-        "moves away from the mean": _uphill,
-        "uses plain momentum": _heavy_ball,
-        "steps from the mean": _from_the_mean,
-        "forgets the velocity": _forgets_velocity,
-        "steps before it updates the velocity": _old_velocity,
+        "averages although a gradient was not finite": _averages_anyway,
+        "exchanges the flags in an additional all-reduce": _asks_first,
+        "knows only its own flag": _knows_only_its_own,
+        "counts the ranks instead of naming them": _counts_ranks,
+        "leaves the other ranks waiting": _skips_the_all_reduce,
     },
     hints=(
-        "First update the velocity: momentum * velocity + (start - mean).",
-        "With difference = start - mean, Nesterov's step direction is difference + momentum * (new velocity).",
-        "The weights are start - learning_rate * (difference + momentum * velocity).",
+        "An all-reduce sums any vector. It does not have to contain weights only.",
+        "Give each rank its own element: a vector of zeros, with a one at the rank's own position if it is not finite.",
+        "Concatenate this vector with all weights, divided by the number of ranks. Reduce the result, and split it.",
     ),
 )
 
-# --------------------------------------------------------------------------------------------- 3. the length of a round
+# --------------------------------------------------------------------------------- 3. DiLoCo with a delayed outer step
 
-# model bytes, ranks, latency in seconds, bytes per second, seconds per step, fraction of the time
-_LINKS = [
-    (4e6, 2, 1e-3, 1e7, 0.05, 0.1),
-    (4e6, 8, 1e-3, 1e7, 0.05, 0.1),
-    (4e8, 4, 5e-2, 1e8, 0.5, 0.05),
-    (1e4, 16, 2e-2, 1e9, 0.01, 0.2),
-    (4e6, 2, 1e-4, 1e11, 0.05, 0.5),
-]
+_RATE, _MOMENTUM = 0.7, 0.9
+_DELAYS = [(3, 0), (3, 1), (4, 3)]  # length of a round, delay
 
 
-def _test_round_length(answer: Answer) -> str:
-    for case in _LINKS:
-        nbytes, ranks, latency, bandwidth, compute, at_most = case
-        got = answer(*case)
-        if isinstance(got, bool) or not isinstance(got, (int, float)) or got != int(got) or got < 1:
-            raise WrongAnswerError(f"The result must be an integer number of steps of at least 1, got {got!r}.")
-        right = _round_length(*case)
-        talking = 2 * (ranks - 1) * (latency + nbytes / ranks / bandwidth)
-        part = talking / (int(got) * compute + talking)
+class _Counting(torch.optim.SGD):
+    """SGD with momentum that counts its steps."""
+
+    steps = 0
+
+    def step(self, closure: Any = None) -> Any:
+        self.steps += 1
+        return super().step(closure)
+
+
+def _delayed_setup(rank: int, length: int, delay: int) -> tuple[nn.Linear, _Counting, list[Any]]:
+    torch.manual_seed(0)
+    model = nn.Linear(2, 1)
+    draw = torch.Generator().manual_seed(rank)
+    count = 3 * length + delay
+    batches = [(torch.randn(4, 2, generator=draw), torch.randn(4, 1, generator=draw)) for _ in range(count)]
+    return model, _Counting(model.parameters(), lr=0.1, momentum=0.9), batches
+
+
+def _delayed_reference(length: int, delay: int) -> list[torch.Tensor]:
+    """Return the weights of all ranks, simulated in one process."""
+    ranks = [_delayed_setup(rank, length, delay) for rank in range(_RANKS)]
+
+    def weights() -> torch.Tensor:
+        vectors = [nn.utils.parameters_to_vector(model.parameters()).detach() for model, _, _ in ranks]
+        return torch.stack(vectors)
+
+    start = weights()[0]
+    velocity, sent = torch.zeros_like(start), weights()
+    for step in range(1, len(ranks[0][2]) + 1):
+        for model, optimizer, batches in ranks:
+            x, y = batches[step - 1]
+            optimizer.zero_grad()
+            nn.functional.mse_loss(model(x), y).backward()
+            optimizer.step()
+        if step % length == 0:
+            sent = weights()
+        if step > delay and (step - delay) % length == 0:
+            difference = start - sent.mean(0)
+            velocity = _MOMENTUM * velocity + difference
+            start = start - _RATE * (difference + _MOMENTUM * velocity)
+            for (model, _, _), since in zip(ranks, weights() - sent, strict=True):
+                nn.utils.vector_to_parameters(start + since, model.parameters())
+    return list(weights())
+
+
+def _run_delayed(world: World, answer: Answer) -> None:
+    for length, delay in _DELAYS:
+        model, optimizer, batches = _delayed_setup(world.rank, length, delay)
+        with _recorded(lambda: optimizer.steps) as calls:  # noqa: B023
+            answer(model, optimizer, batches, length, delay, _RATE, _MOMENTUM)
+        case = f"With rounds of {length} steps and a delay of {delay}, on rank {world.rank},"
         expect(
-            int(got) == right,
-            f"{nbytes / 1e6:g} MB, {ranks} ranks, {1e3 * latency:g} ms, {bandwidth / 1e6:g} MB/s: an all-reduce takes "
-            f"{talking:.3g} s, a step {compute:g} s. For at most {at_most:.0%} communication, the shortest round must "
-            f"have {right} steps, got {int(got)} ({part:.1%} communication).",
+            optimizer.steps == len(batches),
+            f"{case} the optimizer must take {len(batches)} steps, got {optimizer.steps}.",
         )
-    return "The slower the link, the longer the round. You have seen the effect on the loss."
+        started = sorted({call["started"] for call in calls})
+        ends = [length, 2 * length, 3 * length]
+        expect(started == ends, f"{case} all-reduces must start after steps {ends}, got {started}.")
+        for call in calls:
+            begin, end = call["started"], call.get("waited")
+            expect(
+                end == begin + delay,
+                f"{case} the all-reduce that starts after step {begin} must be waited for after step {begin + delay}, "
+                f"got {end if end is not None else 'no wait'}.",
+            )
+        right = _delayed_reference(length, delay)[world.rank]
+        got = nn.utils.parameters_to_vector(model.parameters()).detach()
+        expect(
+            torch.allclose(got, right, atol=1e-5),
+            f"{case} the final weights must be {numbers(right, 4)}, got {numbers(got, 4)}.",
+        )
 
 
-def _round_length(nbytes: float, ranks: int, latency: float, bandwidth: float, compute: float, at_most: float) -> int:
-    talking = 2 * (ranks - 1) * (latency + nbytes / ranks / bandwidth)
-    steps = 1
-    while talking > at_most * (steps * compute + talking):
-        steps += 1
-    return steps
+def _test_delayed(answer: Answer) -> str:
+    stuck = "A rank waits forever for the others. Every rank must start the same all-reduces."
+    on_ranks(_run_delayed, _RANKS, answer, stuck=stuck, timeout=30)
+    return "The all-reduces overlap with the next steps, and a delay of 0 is DiLoCo."
 
 
-def _over_compute(nbytes: float, ranks: int, latency: float, bandwidth: float, compute: float, at_most: float) -> int:
-    talking = 2 * (ranks - 1) * (latency + nbytes / ranks / bandwidth)
-    return max(1, math.ceil(talking / (at_most * compute)))
+def _delayed_diloco(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    batches: Any,
+    length: int,
+    delay: int,
+    learning_rate: float,
+    momentum: float,
+) -> None:
+    def weights() -> torch.Tensor:
+        return nn.utils.parameters_to_vector(model.parameters()).detach().clone()
+
+    start = weights()
+    velocity, sent, mean, work = torch.zeros_like(start), start, start, None
+    for step, (x, y) in enumerate(batches, 1):
+        optimizer.zero_grad()
+        nn.functional.mse_loss(model(x), y).backward()
+        optimizer.step()
+        if step % length == 0:
+            sent = weights()
+            mean = sent / dist.get_world_size()
+            work = dist.all_reduce(mean, async_op=True)
+        if work is not None and (step - delay) % length == 0:
+            work.wait()
+            difference = start - mean
+            velocity = momentum * velocity + difference
+            start = start - learning_rate * (difference + momentum * velocity)
+            nn.utils.vector_to_parameters(start + weights() - sent, model.parameters())
+            work = None
 
 
-def _sends_once(nbytes: float, ranks: int, latency: float, bandwidth: float, compute: float, at_most: float) -> int:
-    return max(1, math.ceil((latency + nbytes / bandwidth) * (1 - at_most) / (at_most * compute)))
+def _variant(
+    *, waits: bool = False, drops: bool = False, late: bool = False, mean: bool = False, plain: bool = False
+) -> Answer:
+    """Return an answer with one mistake."""
+
+    def answer(
+        model: nn.Module, optimizer: Any, batches: Any, length: int, delay: int, learning_rate: float, momentum: float
+    ) -> None:
+        def weights() -> torch.Tensor:
+            return nn.utils.parameters_to_vector(model.parameters()).detach().clone()
+
+        start = weights()
+        velocity, sent, total, work = torch.zeros_like(start), start, start, None
+        for step, (x, y) in enumerate(batches, 1):
+            optimizer.zero_grad()
+            nn.functional.mse_loss(model(x), y).backward()
+            optimizer.step()
+            if step % length == 0:
+                sent = weights()
+                total = sent.clone() if mean else sent / dist.get_world_size()
+                work = dist.all_reduce(total, async_op=True)
+                if waits and work is not None:
+                    work.wait()
+            if work is not None and (step - delay) % length == 0:
+                work.wait()
+                difference = (weights() if late else start) - total
+                velocity = momentum * velocity + difference
+                direction = velocity if plain else difference + momentum * velocity
+                start = start - learning_rate * direction
+                nn.utils.vector_to_parameters(start if drops else start + weights() - sent, model.parameters())
+                work = None
+
+    return answer
 
 
-def _no_latency(nbytes: float, ranks: int, latency: float, bandwidth: float, compute: float, at_most: float) -> int:
-    return _round_length(nbytes, ranks, 0.0, bandwidth, compute, at_most)
-
-
-def _one_short(nbytes: float, ranks: int, latency: float, bandwidth: float, compute: float, at_most: float) -> int:
-    return max(1, _round_length(nbytes, ranks, latency, bandwidth, compute, at_most) - 1)
-
-
-def _talks_in_each_step(
-    nbytes: float, ranks: int, latency: float, bandwidth: float, compute: float, at_most: float
-) -> int:
-    return 1
-
-
-round_length = Exercise(
+delayed_diloco = Exercise(
     task=(
-        "round_length(nbytes, ranks, latency, bandwidth, compute, at_most): return the smallest number of steps per "
-        "round for which averaging takes at most the fraction `at_most` of the time. A ring all-reduce averages the "
-        "model's `nbytes` bytes once per round, with 2 (ranks - 1) consecutive messages of nbytes / ranks bytes; "
-        "`latency` is in seconds, `bandwidth` in bytes per second, and `compute` in seconds per step."
+        "delayed_diloco(model, optimizer, batches, length, delay, learning_rate, momentum): DiLoCo whose all-reduce of "
+        "a round overlaps with the first `delay` steps of the next round."
     ),
-    test=_test_round_length,
-    solution=_round_length,
+    test=_test_delayed,
+    solution=_delayed_diloco,
     wrong={
-        "compares with the computation time only": _over_compute,
-        "sends the model once for any number of ranks": _sends_once,
-        "forgets the latency": _no_latency,
-        "is one step short": _one_short,
-        "communicates in each step": _talks_in_each_step,
+        "waits for the all-reduce at once": _variant(waits=True),
+        "drops the steps taken during the all-reduce": _variant(drops=True),
+        "measures the round from the current weights": _variant(late=True),
+        "sums the weights instead of averaging them": _variant(mean=True),
+        "uses plain momentum": _variant(plain=True),
     },
     hints=(
-        "An all-reduce takes 2 (ranks - 1) (latency + nbytes / ranks / bandwidth) seconds.",
-        "A round of H steps takes H * compute plus one all-reduce. Which fraction of the round is the all-reduce?",
-        "Try 1, 2, 3, ... until all_reduce <= at_most * (steps * compute + all_reduce).",
+        "dist.all_reduce(tensor, async_op=True) returns a handle. The tensor must not change before handle.wait().",
+        "Keep three vectors: the start of the round, the weights at its end, which are averaged, and the velocity.",
+        "After the outer step, the model's weights are the new start plus (current weights - weights at the end of the "
+        "round).",
     ),
 )

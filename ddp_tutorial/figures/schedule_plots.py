@@ -7,12 +7,13 @@ import matplotlib.pyplot as plt
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch, Rectangle
 
-from ddp_tutorial.figures.style import BLUE, INK, ORANGE, SKY, styled
+from ddp_tutorial.figures.style import BLUE, GREEN, INK, ORANGE, SKY, styled
 
 if TYPE_CHECKING:
     from ddp_tutorial.pipeline.schedules import Timed
 
 _YELLOW = "#F7D488"
+_COLORS = {"F": (BLUE, SKY), "B": (ORANGE, _YELLOW), "W": (GREEN, GREEN)}  # of the first stage of a rank, and of others
 
 
 @styled
@@ -20,7 +21,8 @@ def schedules(plans: Mapping[str, Sequence[Sequence["Timed"]]], title: str, xlab
     """Draw the actions of each rank in one panel per name.
 
     All panels share one time axis, which starts at the first action of the panel. A box contains the number of its
-    micro-batch. If a rank has several stages, all except its first one are lighter. White is idle time.
+    micro-batch. If a rank has several stages, all except its first one are lighter. White is idle time. Actions of kind
+    "W" compute only the gradient of the weights, in a schedule that splits the backward pass.
     """
     heights = [len(ranks) for ranks in plans.values()]
     size = (10, 0.9 + sum(0.45 + 0.34 * height for height in heights))
@@ -33,7 +35,7 @@ def schedules(plans: Mapping[str, Sequence[Sequence["Timed"]]], title: str, xlab
         for row, rank in enumerate(ranks):
             for (kind, stage, m), start, end in rank:
                 later = stage >= len(ranks)
-                color = (SKY if later else BLUE) if kind == "F" else (_YELLOW if later else ORANGE)
+                color = _COLORS[str(kind)][later]
                 box = Rectangle((start - zero, row - 0.42), end - start, 0.84, facecolor=color, edgecolor="white")
                 axes.add_patch(box)
                 if end - start > room:
@@ -47,6 +49,8 @@ def schedules(plans: Mapping[str, Sequence[Sequence["Timed"]]], title: str, xlab
     grid[-1, 0].set_xlabel(xlabel)
     figure.suptitle(title, x=0.01, ha="left", fontsize=11)
     keys = [Patch(color=BLUE, label="forward"), Patch(color=ORANGE, label="backward")]
+    if any(str(action[0]) == "W" for ranks in plans.values() for rank in ranks for action, _, _ in rank):
+        keys.append(Patch(color=GREEN, label="gradient of the weights"))
     if any(action[1] >= len(ranks) for ranks in plans.values() for rank in ranks for action, _, _ in rank):
         keys += [Patch(color=SKY, label="forward, later stage"), Patch(color=_YELLOW, label="backward, later stage")]
     figure.legend(handles=keys, ncols=len(keys), loc="outside lower center")
