@@ -1,8 +1,9 @@
 """Training runs that other groups published, with their plan and their throughput.
 
-The runs were chosen before the model of a step existed. The choice follows three rules: the plan is published (parallel
+The runs were chosen before the first prediction. The choice follows three rules: the plan is published (parallel
 degrees, micro-batch, recomputation), it uses data, tensor and pipeline parallelism only, and it computes in bfloat16 or
-float16. No run was removed because the model predicts it badly. `CONTEXT_PARALLEL_RUNS` holds runs outside these rules.
+float16. No run was removed afterwards. Two plans became more precise, from what their sources state: the chunks of
+Llama 3 405B, and torchtitan's selective recomputation. `CONTEXT_PARALLEL_RUNS` holds runs outside these rules.
 
 Excluded, with the reason:
 
