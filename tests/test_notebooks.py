@@ -255,12 +255,6 @@ def test_cells_are_short(path):
     assert lengths[-1] <= 25
 
 
-# The notebooks that are still to be brought within the limits. Remove a name with the rewrite of its notebook.
-TOO_LONG = {
-    "17_sharded_state",
-}
-
-
 def sizes(path):
     """Return the number of cells, words of prose and figures of a notebook."""
     cells = nbformat.read(path, as_version=4).cells
@@ -273,7 +267,7 @@ def sizes(path):
 def test_a_notebook_has_at_most_50_cells_1500_words_and_5_figures(path):
     cells, words, figures = sizes(path)
     within = cells <= 50 and words <= 1500 and figures <= 5
-    assert within == (path.stem not in TOO_LONG), f"{cells} cells, {words} words, {figures} figures"
+    assert within, f"{cells} cells, {words} words, {figures} figures"
 
 
 def test_the_table_in_05_has_every_argument_of_ddp_with_its_default():

@@ -1,9 +1,11 @@
-"""Exercises of 17_sharded_state: the stage that fits, a minimal reduce-scatter, and a fully sharded module."""
+"""Exercises of 17_sharded_state: the stage that fits, a minimal reduce-scatter, ZeRO-3 for any module, and ZeRO-2."""
 
 import gc
 import time
 from collections.abc import Callable
 from copy import deepcopy
+from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch
@@ -12,6 +14,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from ddp_tutorial.accumulation.memory import count_saved_bytes
+from ddp_tutorial.compat import default_store
 from ddp_tutorial.debug.memory import live_tensors
 from ddp_tutorial.debug.recorder import calls
 from ddp_tutorial.exercises import Answer, Exercise, WrongAnswerError, expect, numbers, on_ranks
@@ -458,5 +461,237 @@ sharded_module = Exercise(
         "module's own. torch.autograd.grad(y, (x, whole), gradient) returns both gradients.",
         "Concatenate the flattened parameters with torch.cat, F.pad to a multiple of W, and use row r on rank r. "
         "dist.all_gather_into_tensor restores the vector, and dist.reduce_scatter_tensor reduces its gradient.",
+    ),
+)
+
+# --------------------------------------------------------------- 4. ZeRO-2 with buckets and overlap (a longer exercise)
+
+_WIDTH, _LAYERS, _STRAGGLER_SECONDS = 41, 4, 3.0
+_STEPS = ("the same layers on all ranks", "a rank that starts late", "layers in a different order", "a skipped layer")
+
+
+def _test_gradients(answer: Answer) -> str:
+    for size in (2, 3):
+        on_ranks(_check_gradients, size, answer, stuck="Your ZeRO-2 did not finish.", timeout=60)
+    return "Each rank has its piece of the summed gradients, and buckets are reduced during the backward pass."
+
+
+class _Layers(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList(nn.Linear(_WIDTH, _WIDTH) for _ in range(_LAYERS))
+
+    def forward(self, x: torch.Tensor, order: list[int], first: Callable[[], None] | None = None) -> torch.Tensor:
+        """Apply the layers in `order`. In the backward pass, call `first` before the gradients of the first layer."""
+        for number in order:
+            x = self.layers[number](x)
+            if number == order[0] and first is not None:
+                x.register_hook(lambda _: first())
+            x = x.tanh()
+        return x
+
+
+def _buckets(model: _Layers) -> list[list[nn.Parameter]]:
+    return [list(layer.parameters()) for layer in reversed(model.layers)]
+
+
+def _check_gradients(world: World, answer: Answer) -> None:
+    truth, model = _Layers(), _Layers()
+    finish = answer(_buckets(model), world)
+    expect(callable(finish), f"The result must be a function, got {finish!r}.")
+    orders = {"layers in a different order": [0, 2, 1, 3], "a skipped layer": [0, 1, 3]}
+    is_last = world.rank == world.size - 1
+    for number, step in enumerate(_STEPS):
+        order = orders.get(step, [0, 1, 2, 3]) if is_last else [0, 1, 2, 3]
+        x = torch.randn(2, _WIDTH, generator=torch.Generator().manual_seed(10 * number + world.rank))
+        right = _summed_rows(truth, x, order, world)
+        entered: list[int] = []
+        y = model(x, order, partial(_expect_overlap, model, entered) if step == _STEPS[0] else None)
+        waited = step == _STEPS[1] and is_last and not _arrives(f"{world.size} ranks, step {number}")
+        entered.append(len(calls(2_000)))
+        y.square().sum().backward()
+        if world.is_main:
+            default_store().set(f"{world.size} ranks, step {number}", "done")
+        got = finish()
+        expect(
+            not waited,
+            f"Rank 0 waits in its backward pass until rank {world.rank} has started. Start each reduction with "
+            "async_op=True, and wait in finish.",
+        )
+        _expect_rows(got, right, f"With {step}, rank {world.rank} of {world.size}")
+        full = [name for name, parameter in model.named_parameters() if parameter.grad is not None]
+        expect(not full, f"After finish, .grad must be None, but rank {world.rank} keeps that of {', '.join(full)}.")
+
+
+def _arrives(key: str) -> bool:
+    """Return whether rank 0 sets `key` soon."""
+    try:
+        default_store().wait([key], timedelta(seconds=_STRAGGLER_SECONDS))
+    except RuntimeError:  # includes torch's DistStoreError
+        return False
+    return True
+
+
+def _summed_rows(truth: _Layers, x: torch.Tensor, order: list[int], world: World) -> list[torch.Tensor]:
+    truth.zero_grad()
+    truth(x, order).square().sum().backward()
+    found = []
+    for bucket in _buckets(truth):
+        flat = _flat([torch.zeros_like(p) if p.grad is None else p.grad for p in bucket])
+        dist.all_reduce(flat)
+        found.append(_piece_of(flat, world))
+    return found
+
+
+def _expect_overlap(model: _Layers, before: list[int]) -> None:
+    """Check the state in the backward pass when only the first layer's gradients are missing."""
+    entered = len(calls(2_000)) - before[0]
+    expect(
+        entered >= _LAYERS - 2,
+        f"In the backward pass, {_LAYERS - 1} buckets have all gradients before the first layer's arrive, but only "
+        f"{entered} reductions have started. Start each one as soon as its bucket is complete.",
+    )
+    full = [p for layer in list(model.layers)[2:] for p in layer.parameters() if p.grad is not None]
+    expect(not full, "When a bucket's reduction has started, set .grad of its parameters to None.")
+
+
+def _expect_rows(got: Any, right: list[torch.Tensor], where: str) -> None:
+    shapes = [list(row.shape) for row in right]
+    if not isinstance(got, list | tuple) or not all(isinstance(row, torch.Tensor) for row in got):
+        raise WrongAnswerError(f"finish must return a list with one tensor per bucket, got {got!r}.")
+    expect(
+        [list(row.shape) for row in got] == shapes,
+        f"The rows must have the shapes {shapes}, got {[*map(list, (row.shape for row in got))]}.",
+    )
+    for number, (row, expected) in enumerate(zip(got, right, strict=True)):
+        expect(
+            torch.allclose(row, expected, atol=1e-4),
+            f"{where} must have row {numbers(expected[:3])}... of bucket {number}, got {numbers(row[:3])}...",
+        )
+
+
+def _sharded_gradients(buckets: list[list[nn.Parameter]], world: World) -> Callable[[], list[torch.Tensor]]:
+    bucket_of = {parameter: number for number, bucket in enumerate(buckets) for parameter in bucket}
+    missing = [set(bucket) for bucket in buckets]  # parameters whose gradients have not arrived
+    started: list[tuple[torch.Tensor, Any]] = []
+
+    def start() -> None:
+        bucket = buckets[len(started)]
+        flat = torch.cat([(torch.zeros_like(p) if p.grad is None else p.grad).flatten() for p in bucket])
+        rows = F.pad(flat, (0, -len(flat) % world.size))
+        for parameter in bucket:
+            parameter.grad = None
+        row = rows.new_empty(len(rows) // world.size)
+        started.append((row, dist.reduce_scatter_tensor(row, rows, async_op=True)))
+
+    def arrive(parameter: nn.Parameter) -> None:
+        missing[bucket_of[parameter]].discard(parameter)
+        while len(started) < len(buckets) and not missing[len(started)]:  # in the order of the list
+            start()
+
+    for parameter in bucket_of:
+        parameter.register_post_accumulate_grad_hook(arrive)
+
+    def finish() -> list[torch.Tensor]:
+        while len(started) < len(buckets):
+            start()
+        for _, work in started:
+            work.wait()
+        found = [row for row, _ in started]
+        started.clear()
+        missing[:] = [set(bucket) for bucket in buckets]
+        return found
+
+    return finish
+
+
+def _zero2(
+    buckets: list[list[nn.Parameter]],
+    world: World,
+    *,
+    in_finish: bool = False,
+    is_async: bool = True,
+    in_order: bool = True,
+    free: bool = True,
+    reset: bool = True,
+    factor: float = 1.0,
+    whole: bool = False,
+) -> Callable[[], list[torch.Tensor]]:
+    """Return the solution with a mistake."""
+    bucket_of = {parameter: number for number, bucket in enumerate(buckets) for parameter in bucket}
+    missing = [set(bucket) for bucket in buckets]
+    started: dict[int, tuple[torch.Tensor, Any]] = {}
+
+    def start(number: int) -> None:
+        flat = _flat([torch.zeros_like(p) if p.grad is None else p.grad for p in buckets[number]])
+        rows = F.pad(flat, (0, -len(flat) % world.size))
+        for parameter in buckets[number] if free else ():
+            parameter.grad = None
+        if whole:
+            started[number] = rows, dist.all_reduce(rows, async_op=True)
+            return
+        row = rows.new_empty(len(rows) // world.size)
+        started[number] = row, dist.reduce_scatter_tensor(row, rows, async_op=is_async)
+
+    def arrive(parameter: nn.Parameter) -> None:
+        number = bucket_of[parameter]
+        missing[number].discard(parameter)
+        if not in_order and not missing[number]:
+            start(number)
+        while in_order and not in_finish and len(started) < len(buckets) and not missing[len(started)]:
+            start(len(started))
+
+    for parameter in bucket_of:
+        parameter.register_post_accumulate_grad_hook(arrive)
+
+    def finish() -> list[torch.Tensor]:
+        for number in range(len(buckets)):
+            if number not in started:
+                start(number)
+        for _, work in started.values():
+            if work is not None:
+                work.wait()
+        rows = [started[number][0] * factor for number in range(len(buckets))]
+        if reset:
+            started.clear()
+            missing[:] = [set(bucket) for bucket in buckets]
+        return rows
+
+    return finish
+
+
+def _zero2_with(**mistake: Any) -> Answer:
+    def sharded(buckets: list[list[nn.Parameter]], world: World) -> Any:
+        return _zero2(buckets, world, **mistake)
+
+    return sharded
+
+
+sharded_gradients = Exercise(
+    task=(
+        "sharded_gradients(buckets, world): return a function finish(). `buckets` is a list of lists of parameters, "
+        "approximately in the order of the backward pass. During the backward pass, start the reduction of each bucket "
+        "when it is complete, in the order of the list, and set .grad to None. After the backward pass, finish() waits "
+        "and returns one tensor per bucket: this rank's 1/W of the concatenated gradients, padded with zeros and "
+        "summed over ranks. A missing gradient counts as zero. Both are used in every step."
+    ),
+    test=_test_gradients,
+    solution=_sharded_gradients,
+    wrong={
+        "reduces after the backward pass": _zero2_with(in_finish=True),
+        "waits in the hook": _zero2_with(is_async=False),
+        "starts buckets in the order of completion": _zero2_with(in_order=False),
+        "keeps the full gradients": _zero2_with(free=False),
+        "returns the first step's gradients again": _zero2_with(reset=False),
+        "averages": _zero2_with(factor=0.5),
+        "returns the full sums": _zero2_with(whole=True),
+    },
+    hints=(
+        "parameter.register_post_accumulate_grad_hook(f) calls f(parameter) when its gradient is complete.",
+        "Keep the set of missing parameters of each bucket. A rank may complete bucket 2 before bucket 1, but all "
+        "ranks must start the reductions in the same order.",
+        "dist.reduce_scatter_tensor(row, rows, async_op=True) returns a work object. Call its wait() in finish.",
+        "finish first starts the buckets that are still incomplete on this rank, with zeros for missing gradients.",
     ),
 )
