@@ -29,7 +29,8 @@ from ddp_tutorial.config import require_package
 def sweep(notebook: Path, settings: tuple[str, ...], repeats: int, name: str, timeout: float, as_json: bool) -> None:
     """Run NOTEBOOK with papermill for every point of a grid, such as source=sharded,streamed steps=10,20.
 
-    NOTEBOOK is a path, or the name of one of the project's experiments: bucket_size, data_strategies, scaling, train.
+    NOTEBOOK is a path, or the name of one of the project's experiments: bucket_size, data_strategies, round_length,
+    scaling, train.
 
     Finished points are not repeated unless their parameters or the code have changed. So after an interrupt or a
     failure, rerun the command to continue. If a point fails, the others still run, and the exit code is 1.
