@@ -5,9 +5,12 @@ import subprocess
 import sys
 from pathlib import Path
 
+import IPython
 import pytest
 import torch
+from IPython.core.error import UsageError
 
+import ddp_tutorial
 from ddp_tutorial import StreamedSource, World
 from ddp_tutorial.config import ConfigError, MissingPackageError, require_package
 from ddp_tutorial.sharding.streamed import iterable_dataset
@@ -83,3 +86,9 @@ def test_a_missing_package_is_a_config_error_and_an_import_error() -> None:
     for kind in (ConfigError, ImportError):
         with pytest.raises(kind, match=r"the package nowhere is required here"):
             require_package("nowhere", "data")
+
+
+def test_live_ranks_reject_an_old_ipython_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(IPython, "version_info", (7, 34, 0, ""))
+    with pytest.raises(UsageError, match=r"^live ranks require IPython 9 or newer, got 7\.34\.0\. Run: pip install"):
+        ddp_tutorial.load_ipython_extension(None)
