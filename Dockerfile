@@ -5,7 +5,7 @@
 #   docker run --rm -it -p 127.0.0.1:8888:8888 --shm-size 1g ddp-tutorial    # with GPUs: add --gpus all
 #   docker run --rm -it --shm-size 1g ddp-tutorial make run
 #
-# This file has not been built with Docker yet; book/installation.md says what was run by hand.
+# This file has not been built with Docker yet. book/installation.md describes which steps were run by hand.
 FROM python:3.11-slim-bookworm
 
 # hadolint ignore=DL3008  # any version of make will do
