@@ -1,10 +1,11 @@
-"""Private APIs of PyTorch and the standard library that the package uses.
+"""Private APIs of PyTorch and the standard library that the package uses, and names that differ between versions.
 
 No other module of the package uses a private API of a library, so that a new PyTorch version can break this file only.
 Each entry states why the private API is necessary and, where there is one, the public fallback to replace it with if
 PyTorch removes it. All were tested with torch 2.13.0, by `tests/test_compat.py`.
 """
 
+import inspect
 import pickle
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
@@ -39,6 +40,7 @@ __all__ = [
     "current_backward",
     "default_store",
     "flight_record",
+    "forward_sync_buffers",
     "group_ranks",
     "hidden_worker_info",
     "import_dynamo",
@@ -214,6 +216,15 @@ def abort_process_group() -> None:
     exit the process.
     """
     dist.distributed_c10d._abort_process_group()
+
+
+def forward_sync_buffers(*, enabled: bool) -> dict[str, Any]:
+    """Return the argument of `DistributedDataParallel` that enables the broadcast of buffers in the forward pass.
+
+    PyTorch 2.13 renamed it, and warns of the old name.
+    """
+    parameters = inspect.signature(torch.nn.parallel.DistributedDataParallel).parameters
+    return {"forward_sync_buffers" if "forward_sync_buffers" in parameters else "broadcast_buffers": enabled}
 
 
 def flight_record(*, entries: bool = True, stacks: bool = True) -> dict[str, Any]:

@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator
+from inspect import Parameter, Signature
 from multiprocessing import forkserver
 
 import pytest
@@ -250,3 +251,12 @@ def test_a_tree_keeps_its_structure() -> None:
     assert compat.tree_unflatten(leaves, structure) == tree
     assert compat.tree_map(str, tree)["a"][1] == ("2", "None")
     assert [len(path) for path, _ in compat.tree_flatten_with_path(tree)[0]] == [2, 3, 3, 1]
+
+
+@pytest.mark.parametrize("name", ["forward_sync_buffers", "broadcast_buffers"])
+def test_ddp_gets_the_argument_that_its_version_has(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Wrapper:
+        __signature__ = Signature([Parameter(name, Parameter.KEYWORD_ONLY)])
+
+    monkeypatch.setattr(torch.nn.parallel, "DistributedDataParallel", Wrapper)
+    assert compat.forward_sync_buffers(enabled=False) == {name: False}

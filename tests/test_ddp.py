@@ -23,6 +23,7 @@ from torch.distributed.algorithms.join import Join
 from torch.nn import functional as F
 
 from ddp_tutorial.collectives import all_reduce_mean, digest
+from ddp_tutorial.compat import forward_sync_buffers
 from ddp_tutorial.config import ConfigError, load
 from ddp_tutorial.ddp.buckets import MIB
 from ddp_tutorial.ddp.config import DDPConfig, LinkConfig
@@ -1190,7 +1191,7 @@ TORCHS: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
             "find_unused_parameters": False,
             "static_graph": False,
             "gradient_as_bucket_view": True,
-            "forward_sync_buffers": True,
+            **forward_sync_buffers(enabled=True),
             "device_ids": None,
         },
         {"bucket_cap_bytes": 25 * MIB, "gradient_as_bucket_view": True, "comm_hook": ""},
@@ -1208,7 +1209,7 @@ TORCHS: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
         {"gradient_as_bucket_view": False},
         {"gradient_as_bucket_view": False},
     ),
-    "sync_buffers": ({"sync_buffers": False}, {"forward_sync_buffers": False}, {"broadcast_buffers": False}),
+    "sync_buffers": ({"sync_buffers": False}, forward_sync_buffers(enabled=False), {"broadcast_buffers": False}),
     "hook": ({"hook": "fp16"}, {}, {"comm_hook": "_reduce_with"}),
     "simulated_link": ({"simulated_link": LinkConfig()}, {}, {"comm_hook": "_reduce_with"}),
 }

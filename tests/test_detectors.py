@@ -15,6 +15,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, TensorDataset
 
+from ddp_tutorial.compat import forward_sync_buffers
 from ddp_tutorial.debug import (
     CheckError,
     DataOverlap,
@@ -70,7 +71,7 @@ class Job:
         self.world, self.rank, self.last = world, world.rank, world.size - 1
         torch.manual_seed(0)
         self.net = Net()
-        self.model = DistributedDataParallel(self.net, forward_sync_buffers=self.broadcast_buffers)
+        self.model = DistributedDataParallel(self.net, **forward_sync_buffers(enabled=self.broadcast_buffers))
         self.optimizer: torch.optim.Optimizer = torch.optim.AdamW(self.net.parameters(), lr=0.01)
         torch.manual_seed(world.rank)
         self.data = torch.randn(4000, 8, generator=torch.Generator().manual_seed(1))

@@ -30,7 +30,7 @@ from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
 from ddp_tutorial.collectives import all_gather, broadcast_tensors, from_rank_zero
-from ddp_tutorial.compat import is_compiled, uncompiled
+from ddp_tutorial.compat import forward_sync_buffers, is_compiled, uncompiled
 from ddp_tutorial.config import ConfigError
 from ddp_tutorial.ddp.buckets import MIB, Bucket, check_dense, make_buckets
 from ddp_tutorial.ddp.config import CompileConfig, DDPConfig
@@ -403,7 +403,7 @@ class TorchDDP(DataParallel):
             find_unused_parameters=config.find_unused_parameters,
             static_graph=config.static_graph,
             gradient_as_bucket_view=config.gradient_as_bucket_view,
-            forward_sync_buffers=config.sync_buffers,
+            **forward_sync_buffers(enabled=config.sync_buffers),
             init_sync=False,  # sync_initial_state has done this, and its errors name the difference
         )
         if isinstance(self.link, SharedMemory):
