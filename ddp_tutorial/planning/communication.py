@@ -19,15 +19,20 @@ LINK_FRACTION = 0.8
 
 @dataclass(frozen=True)
 class Group:
-    """The devices of a collective: `local` on each of `nodes` nodes."""
+    """The devices of a collective.
 
-    local: int
+    Attributes:
+        size: The number of devices.
+        nodes: The number of nodes that they are on, with the same number on each.
+    """
+
+    size: int
     nodes: int
 
     @property
-    def size(self) -> int:
-        """The number of devices."""
-        return self.local * self.nodes
+    def local(self) -> float:
+        """The number of devices on a node."""
+        return self.size / self.nodes
 
     def bandwidth(self, network: Network) -> float:
         """Return the bandwidth of the slowest part of a ring, in bytes per second."""
@@ -43,8 +48,7 @@ def group_of(size: int, stride: int, per_node: int) -> Group:
         stride: The distance between two neighbors of the group.
         per_node: The number of devices on a node.
     """
-    local = min(size, max(1, per_node // stride))
-    return Group(local, math.ceil(size / local))
+    return Group(size, math.ceil(size / max(1, per_node // stride)))
 
 
 def pass_seconds(group: Group, network: Network, nbytes: float) -> float:
