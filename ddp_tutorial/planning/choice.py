@@ -125,12 +125,13 @@ def run_cost(estimate: Estimate, tokens: float, price_per_device_hour: float) ->
 def as_text(estimates: Sequence[Estimate]) -> str:
     """Return plans as a text table."""
     width = max(len(estimate.plan.label) for estimate in estimates)
-    lines = [f"{'plan':{width}}  micro-batches      step    MFU    HFU  idle   memory  fits"]
+    lines = [f"{'plan':{width}}  micro-batches  chunks      step    MFU    HFU  idle   memory  fits"]
     for estimate in estimates:
         plan = estimate.plan
         idle = (estimate.exposed + estimate.tensor + estimate.bubble) / estimate.seconds
         lines.append(
-            f"{plan.label:{width}}  {plan.accumulation:5,} x {plan.micro_batch:<5}  {estimate.seconds:6.2f} s  "
+            f"{plan.label:{width}}  {plan.accumulation:5,} x {plan.micro_batch:<5}  {plan.interleaving:6}  "
+            f"{estimate.seconds:6.2f} s  "
             f"{estimate.mfu:5.1%}  {estimate.hfu:5.1%}  {idle:4.0%}  {estimate.memory.total / 1e9:4.0f} GB  "
             f"{'yes' if estimate.fits else 'no'}"
         )

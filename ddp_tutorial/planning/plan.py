@@ -98,6 +98,5 @@ class Plan:
         parts: list[str] = [self.strategy]
         parts += [f"tensor {self.tensor}"] if self.tensor > 1 else []
         parts += [f"pipeline {self.pipeline}"] if self.pipeline > 1 else []
-        parts += [f"{self.interleaving} chunks"] if self.interleaving > 1 else []
         parts += [f"{self.recomputation} recomputation"] if self.recomputation != "none" else []
         return ", ".join(parts)
