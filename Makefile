@@ -5,7 +5,7 @@ READY := .venv/ready
 # Where it is set, as in many containers, every rank of every test compiles this package anew.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: setup run lab check test test-python test-restarts test-jupyter test-notebooks test-emulated-gpu notebooks book wheel-check bench clean help
+.PHONY: setup run lab check test test-python test-restarts test-jupyter test-notebooks test-emulated-gpu matrix notebooks book wheel-check bench clean help
 setup: $(READY)  ## the virtual environment, .venv
 
 $(READY): pyproject.toml constraints.txt
@@ -66,6 +66,11 @@ $(EMULATED)/ready: pyproject.toml
 test-emulated-gpu: $(EMULATED)/ready  ## the tests marked cuda, on emulated GPUs; needs gcc, and 6 GB for a CUDA build of torch; ten minutes
 	$(EMULATED)/bin/python tests/emulated_gpu/run.py $(EMULATED)/bin/python -m pytest -m cuda tests/test_emulated_gpu.py tests/test_cuda.py tests/test_cuda_training.py
 
+# nox has its own environment, so that its dependencies need no pins.
+matrix:  ## a part of the tests with other versions of Python, torch and the dependencies (noxfile.py); hours, and 7 GB at a time
+	test -x .nox/tool/bin/nox || { $(PYTHON) -m venv .nox/tool && .nox/tool/bin/python -m pip install --quiet nox; }
+	.nox/tool/bin/nox
+
 notebooks: $(READY)  ## execute the notebooks whose source has changed, and save them with their outputs
 	$(BIN)/python -m ddp_tutorial notebooks
 
@@ -79,7 +84,7 @@ bench: $(READY)  ## what the project claims about its own speed, measured
 	for name in launch overhead compile ddp buckets sources accumulation checkpoint scaling debug sharded pipeline cluster ranks peers; do $(BIN)/python -m ddp_tutorial bench $$name || exit; done
 
 clean:  ## remove everything that the other targets have made, your runs and passed exercises too
-	rm -rf .venv $(EMULATED) tests/emulated_gpu/_build runs notebooks/runs notebooks/deep_dives/runs notebooks/experiments/runs book/_build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf .venv .nox $(EMULATED) tests/emulated_gpu/_build runs notebooks/runs notebooks/deep_dives/runs notebooks/experiments/runs book/_build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
 
 help:  ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "%-18s%s\n", $$1, $$2}' Makefile

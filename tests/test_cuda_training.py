@@ -143,3 +143,15 @@ def test_torchrun_and_the_command_line_train_on_gpus(backend: str) -> None:
     first, second = (json.loads(Path(f"runs/{name}/result.json").read_text()) for name in ("torchrun", "command"))
     assert first["metrics"]["loss"] == second["metrics"]["loss"]
     assert first["environment"]["gpus"]
+
+
+@pytest.mark.spawned
+@pytest.mark.parametrize("backend", ["gloo", NCCL])
+def test_checks_on_gpus_pass_and_report_an_injected_fault(backend: str) -> None:
+    task = ("train", "tiny", "nprocs=2", "device=cuda", f"backend={backend}", "steps=12", "--check")
+    checked = call(*task, "name=checked")
+    assert checked.returncode == 0, checked.stderr
+    assert json.loads(Path("runs/checked/result.json").read_text())["checks"] == []
+    broken = call(*task, "steps=25", "name=broken", "--fault", "corrupt rank=1 step=4 phase=update")
+    assert broken.returncode == 1
+    assert "the replicas have drifted apart" in broken.stderr
