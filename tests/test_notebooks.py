@@ -53,7 +53,11 @@ SMALL = {
         "length",
         "2",
     ],
-    "scaling": ["-f", "ddp_tutorial/configs/tiny.yaml", "-p", "steps", "5", "-p", "repeats", "2"],
+    "scaling": [
+        "-f",
+        "ddp_tutorial/configs/tiny.yaml",
+        *["-p", "steps", "5", "-p", "repeats", "2", "-p", "launches", "2"],
+    ],
     "train": ["-f", "ddp_tutorial/configs/tiny.yaml", "-p", "name", "small"],
 }
 EXECUTED = [path for path in NOTEBOOKS if path.stem in SMALL]
