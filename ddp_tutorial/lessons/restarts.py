@@ -11,6 +11,8 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
+import psutil
+
 Fault = tuple[str, int]  # "kill worker", "kill machine" or "time limit", and the step
 Row = dict[str, Any]  # pid, size, step, loss and time of one step, as rank 0 logged it
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run"]
@@ -89,7 +91,9 @@ def inject(folder: Path, rank: int, size: int, step: int, signals: Sequence[int]
             continue
         happened.touch()
         if kind == "time limit":
-            os.kill(int(os.environ["JOB_PID"]), signal.SIGUSR1)
+            agent = psutil.Process(os.getppid())
+            for process in [agent, *agent.children()]:  # as Slurm does: all processes of the job step
+                process.send_signal(signal.SIGUSR1)
             while not signals:  # take no step until the signal has reached this rank
                 time.sleep(0.01)
             continue
