@@ -39,59 +39,59 @@ _STAGES = ("ddp", "zero1", "zero2", "zero3")
 
 
 def _test_fits(answer: Answer) -> str:
-    for parameters, ranks, there in _ASKED:
-        got = answer(parameters, ranks, there)
+    for parameters, ranks, memory in _ASKED:
+        got = answer(parameters, ranks, memory)
         if got is not None and got not in _STAGES:
             raise WrongAnswerError(f"The result must be one of {', '.join(map(repr, _STAGES))} or None, got {got!r}.")
         needed = {name: sum(model_state_bytes(name, parameters, ranks).values()) for name in _STAGES}
-        right = next((name for name in _STAGES if needed[name] <= there), None)
+        right = next((name for name in _STAGES if needed[name] <= memory), None)
         sizes = ", ".join(f"{name} {nbytes / _GB:g}" for name, nbytes in needed.items())
         expect(
             got == right,
-            f"{parameters / _GB:g} billion parameters, {ranks} ranks with {there / _GB:g} GB each: must be {right!r}, "
+            f"{parameters / _GB:g} billion parameters, {ranks} ranks with {memory / _GB:g} GB each: must be {right!r}, "
             f"got {got!r}. A rank needs (in GB): {sizes}.",
         )
     return "This is a computed lower bound; activations and temporarily gathered parameters need additional memory."
 
 
-def _first_that_fits(parameters: int, ranks: int, there: int) -> str | None:
+def _first_that_fits(parameters: int, ranks: int, memory: int) -> str | None:
     for name, divided in {"ddp": "", "zero1": "o", "zero2": "og", "zero3": "ogw"}.items():
         sizes = {"w": 4, "g": 4, "o": 8}
-        if parameters * sum(size / (ranks if part in divided else 1) for part, size in sizes.items()) <= there:
+        if parameters * sum(size / (ranks if part in divided else 1) for part, size in sizes.items()) <= memory:
             return name
     return None
 
 
-def _first(parameters: int, ranks: int, there: int, needed: Callable[[int], list[float]]) -> str | None:
+def _first(parameters: int, ranks: int, memory: int, needed: Callable[[int], list[float]]) -> str | None:
     """Return the first stage that fits. `needed` returns the bytes per parameter of each stage."""
-    fits = [name for name, each in zip(_STAGES, needed(ranks), strict=True) if parameters * each <= there]
+    fits = [name for name, each in zip(_STAGES, needed(ranks), strict=True) if parameters * each <= memory]
     return fits[0] if fits else None
 
 
-def _without_averages(parameters: int, ranks: int, there: int) -> str | None:
-    return _first(parameters, ranks, there, lambda size: [8, 8, 4 + 4 / size, 8 / size])
+def _without_averages(parameters: int, ranks: int, memory: int) -> str | None:
+    return _first(parameters, ranks, memory, lambda size: [8, 8, 4 + 4 / size, 8 / size])
 
 
-def _gradients_first(parameters: int, ranks: int, there: int) -> str | None:
-    return _first(parameters, ranks, there, lambda size: [16, 12 + 4 / size, 4 + 12 / size, 16 / size])
+def _gradients_first(parameters: int, ranks: int, memory: int) -> str | None:
+    return _first(parameters, ranks, memory, lambda size: [16, 12 + 4 / size, 4 + 12 / size, 16 / size])
 
 
-def _one_average(parameters: int, ranks: int, there: int) -> str | None:
-    return _first(parameters, ranks, there, lambda size: [12, 8 + 4 / size, 4 + 8 / size, 12 / size])
+def _one_average(parameters: int, ranks: int, memory: int) -> str | None:
+    return _first(parameters, ranks, memory, lambda size: [12, 8 + 4 / size, 4 + 8 / size, 12 / size])
 
 
-def _weights_stay(parameters: int, ranks: int, there: int) -> str | None:
-    return _first(parameters, ranks, there, lambda size: [16, 8 + 8 / size, 4 + 12 / size, 4 + 12 / size])
+def _weights_stay(parameters: int, ranks: int, memory: int) -> str | None:
+    return _first(parameters, ranks, memory, lambda size: [16, 8 + 8 / size, 4 + 12 / size, 4 + 12 / size])
 
 
-def _the_last_that_fits(parameters: int, ranks: int, there: int) -> str | None:
-    return "zero3" if 16 * parameters / ranks <= there else None
+def _the_last_that_fits(parameters: int, ranks: int, memory: int) -> str | None:
+    return "zero3" if 16 * parameters / ranks <= memory else None
 
 
 first_that_fits = Exercise(
     task=(
-        "first_that_fits(parameters, ranks, there): return the first of 'ddp', 'zero1', 'zero2', 'zero3' for which "
-        "parameters, gradients and Adam's state, all in float32, fit into `there` bytes per rank, or None if none fits."
+        "first_that_fits(parameters, ranks, memory): return the first of 'ddp', 'zero1', 'zero2', 'zero3' for which "
+        "parameters, gradients and Adam's state, all in float32, fit in `memory` bytes per rank, or None."
     ),
     test=_test_fits,
     solution=_first_that_fits,
@@ -105,7 +105,7 @@ first_that_fits = Exercise(
     hints=(
         "A parameter takes 4 bytes, its gradient 4, and Adam's two averages 8. Which of them does each stage shard?",
         "Per parameter, zero1 needs 4 + 4 + 8 / ranks bytes, zero2 4 + (4 + 8) / ranks, zero3 (4 + 4 + 8) / ranks.",
-        "Go through the stages in order, and return the first one that needs at most `there` bytes.",
+        "Go through the stages in order, and return the first one that needs at most `memory` bytes.",
     ),
 )
 
