@@ -48,7 +48,7 @@ def memory_of(model: Transformer, plan: Plan, shard: int) -> Memory:
         plan: The plan.
         shard: The number of devices that shard the model state, from 1.
     """
-    own = model.parameters / (plan.tensor * plan.pipeline)
+    own = plan.device_parameters(model.parameters)
     kind = "zero3" if plan.strategy == "hsdp" else plan.sharding
     precision = plan.precision
     state = model_state_bytes(kind, round(own), shard, precision.optimizer, precision.weights, precision.gradients)

@@ -87,6 +87,10 @@ class Plan:
         """Return the layers of the largest pipeline stage, for a model of `layers` layers."""
         return self.interleaving * math.ceil(layers / (self.pipeline * self.interleaving))
 
+    def device_parameters(self, parameters: int) -> float:
+        """Return the parameters of a device before data parallelism shards them, for a model of `parameters`."""
+        return parameters / (self.tensor * self.pipeline)
+
     @property
     def sequences(self) -> int:
         """The global batch size in sequences."""

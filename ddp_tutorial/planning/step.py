@@ -184,7 +184,7 @@ class DataParallel:
 def data_parallel(model: Transformer, plan: Plan, network: Network) -> DataParallel:
     """Return the communication of data parallelism on a device. It is issued once per layer."""
     units = plan.stage_layers(model.layers)
-    own = model.parameters / (plan.tensor * plan.pipeline)
+    own = plan.device_parameters(model.parameters)
     weights, gradients = own * plan.precision.weights / units, own * plan.precision.gradients / units
     whole, shard, copies = _groups(plan, network)
     gather, reduce = (units * pass_seconds(shard, network, nbytes) for nbytes in (weights, gradients))
@@ -212,7 +212,7 @@ def _groups(plan: Plan, network: Network) -> tuple[Group, Group, Group]:
 
 def traffic(model: Transformer, plan: Plan, network: Network) -> tuple[float, float]:
     """Return the bytes that a device sends per step within its node, and to other nodes."""
-    own = model.parameters / (plan.tensor * plan.pipeline)
+    own = plan.device_parameters(model.parameters)
     weights, gradients = own * plan.precision.weights, own * plan.precision.gradients
     whole, shard, copies = _groups(plan, network)
     times = plan.accumulation
@@ -263,7 +263,7 @@ def message_seconds(model: Transformer, plan: Plan, network: Network) -> float:
 
 def optimizer_seconds(model: Transformer, plan: Plan, device: Device, shard: int) -> float:
     """Return the time to read and write gradients, optimizer state and weights once, in memory."""
-    own = model.parameters / (plan.tensor * plan.pipeline) / (1 if plan.strategy == "ddp" else shard)
+    own = plan.device_parameters(model.parameters) / (1 if plan.strategy == "ddp" else shard)
     precision = plan.precision
     return own * (2 * precision.optimizer + precision.gradients + precision.weights) / device.memory_bandwidth
 
