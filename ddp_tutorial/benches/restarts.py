@@ -73,7 +73,8 @@ def measure_restarts(kills: int, seed: int = 0, report: Callable[[str], None] = 
                 bit_equal = bit_equal and outcome(f"run{runs}") == expected
                 leftover_processes += leftovers(Path.cwd())
                 runs += 1
-                report(f"{counted['kills']} kills; {runs} runs finished, bit-equal: {bit_equal}")
+                progress = f"{counted['kills']} kills; {runs} runs finished, bit-equal: {bit_equal}"
+                report(f"{progress}, processes left behind: {leftover_processes}")
         finally:
             os.chdir(before)
     median = round(statistics.median(seconds), 2) if seconds else None
