@@ -84,7 +84,17 @@ if __name__ == "__main__":
             ray_train.trainer(from_arguments(digits.Options, arguments))
         except ConfigError as error:
             refused.append(str(error))
-    result = ray_train.trainer(from_arguments(digits.Options, sys.argv[1:]), work).fit()
+    options = from_arguments(digits.Options, sys.argv[1:])
+    for attempt in range(3):  # Ray chooses a port before torch listens on it; another test may take the port meanwhile
+        try:
+            result = ray_train.trainer(options, work).fit()
+            break
+        except ray_train.rt.ControllerError as error:
+            if "EADDRINUSE" not in str(error):
+                raise
+            print(error, file=sys.stderr)
+    else:
+        sys.exit("other processes took the ports that Ray chose in three attempts")
     told = {
         "refused": refused,
         "metrics": result.metrics,

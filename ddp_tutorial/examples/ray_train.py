@@ -4,10 +4,9 @@
     python -m ddp_tutorial.examples.ray_train name=digits checkpoint.every=20          # two workers on this machine
     RAY_ADDRESS=auto python -m ddp_tutorial.examples.ray_train name=digits checkpoint.every=20 nprocs=8  # on a cluster
 
-Ray's storage is `runs/` in the current folder, which all machines of the cluster must share. Ray's experiment has the
-name of the run, so their files are stored in one folder. Each checkpoint is reported to Ray with its metrics. Ray does
-not copy checkpoints, but removes old ones. If a worker is lost, Ray restarts all workers, and the run resumes from its
-last checkpoint. The result is bitwise identical to that of an undisturbed run.
+Ray's storage is `runs/` in the current folder, which all machines of the cluster must share. Ray reports and removes
+the run's own checkpoints, and does not copy them. If a worker is lost, Ray restarts all workers, and the run resumes
+from its last checkpoint. The result is bitwise identical to that of an uninterrupted run.
 """
 
 import os
