@@ -1,6 +1,5 @@
 """One optimizer step from many micro-batches: the same result for any split, and one synchronization between ranks."""
 
-from collections import Counter
 from collections.abc import Iterator
 from functools import cache
 from itertools import chain
@@ -22,7 +21,7 @@ from ddp_tutorial.ddp.config import DDPConfig, LinkConfig
 from ddp_tutorial.ddp.wrappers import data_parallel
 from ddp_tutorial.processes.launcher import launch
 from ddp_tutorial.rng import seeded_rng
-from ddp_tutorial.sharding.permutation import global_micro_batch_sizes, shard_indices, shard_micro_batches
+from ddp_tutorial.sharding.permutation import shard_micro_batches
 from ddp_tutorial.training.config import ModelConfig, TaskConfig
 from ddp_tutorial.training.gpt import GPT, next_token_loss
 from ddp_tutorial.training.tasks import launch_training, make_trainer
@@ -47,37 +46,7 @@ def world_of(rank: int, size: int) -> World:
     return World(rank, size, rank, size)
 
 
-# ------------------------------------------------------------------------------------------------ dealing a batch
-
-
-@given(st.integers(0, 50), st.integers(1, 8), st.integers(1, 9))
-def test_micro_batches_contain_each_sample_of_a_rank_once(samples: int, size: int, count: int) -> None:
-    for rank in range(size):
-        parts = shard_micro_batches(torch.arange(samples), rank, size, count)
-        assert len(parts) == count
-        found = Counter(chain.from_iterable(part.tolist() for part in parts))
-        assert found == Counter(shard_indices(torch.arange(samples), rank, size).tolist())
-        assert max(map(len, parts)) - min(map(len, parts)) <= 1
-
-
-@given(st.integers(0, 50), st.integers(1, 8), st.integers(1, 9))
-def test_every_rank_knows_the_global_size_of_each_micro_batch(samples: int, size: int, count: int) -> None:
-    ranks = [shard_micro_batches(torch.arange(samples), rank, size, count) for rank in range(size)]
-    assert global_micro_batch_sizes(samples, size, count) == [
-        sum(map(len, parts)) for parts in zip(*ranks, strict=True)
-    ]
-
-
-@given(st.integers(0, 60), st.integers(0, 3), st.integers(0, 3))
-def test_micro_batches_of_a_step_do_not_depend_on_the_world_size(samples: int, a: int, b: int) -> None:
-    def numbered(size: int, count: int) -> dict[int, list[int]]:
-        return {
-            rank + size * number: part.tolist()
-            for rank in range(size)
-            for number, part in enumerate(shard_micro_batches(torch.arange(samples), rank, size, count))
-        }
-
-    assert numbered(2**a, 2**b) == numbered(1, 2 ** (a + b)) == numbered(2 ** (a + b), 1)
+# ------------------------------------------------------------------------------------------------ micro-batches
 
 
 @given(st.integers(0, 30), st.integers(1, 12))

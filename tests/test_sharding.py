@@ -13,7 +13,14 @@ from torch.utils.data import DistributedSampler
 
 from ddp_tutorial.config import ConfigError
 from ddp_tutorial.sharding.config import Remainder
-from ddp_tutorial.sharding.permutation import BLOCK, GlobalBatchSampler, Permutation, shard_indices
+from ddp_tutorial.sharding.permutation import (
+    BLOCK,
+    GlobalBatchSampler,
+    Permutation,
+    global_micro_batch_sizes,
+    shard_indices,
+    shard_micro_batches,
+)
 
 sizes = st.integers(1, 200)
 seeds = st.integers(0, 2**31 - 1)
@@ -132,7 +139,7 @@ def test_taken_indices_cannot_be_modified_for_others() -> None:
         Permutation(100, 0).take(0, 5)[0] = 1
 
 
-# ------------------------------------------------------------------------------------- what is left of an epoch
+# ------------------------------------------------------------------------------------- the remainder of an epoch
 
 
 @given(st.integers(1, 60), st.integers(1, 25), seeds, windows, st.integers(0, 3))
@@ -152,8 +159,8 @@ def test_a_padded_epoch_repeats_only_its_first_samples(
     first = order(epoch, np.arange(samples)).tolist()
     counts = Counter[int]()
     for step in GlobalBatchSampler(order, batch, "pad", size).epoch(epoch):
-        hands = [shard_indices(step, rank, size) for rank in range(size)]
-        assert len({len(hand) for hand in hands}) == 1, "all ranks have equally many"
+        shards = [shard_indices(step, rank, size) for rank in range(size)]
+        assert len({len(shard) for shard in shards}) == 1, "all shards have the same length"
         counts.update(step.tolist())
     sizes_of_steps = [batch] * (samples // batch) + [samples % batch] * (samples % batch > 0)
     expected = Counter(first)
@@ -237,18 +244,48 @@ def test_an_empty_dataset_has_no_steps() -> None:
         GlobalBatchSampler(Permutation(1, 0), 0)
 
 
-# ------------------------------------------------------------------------------------------------ dealing it out
+# ----------------------------------------------------------------------------------------------- shards of a batch
 
 
 @given(sizes, worlds)
 def test_sharding_gives_each_sample_to_one_rank_evenly(count: int, size: int) -> None:
     indices = torch.randperm(count, generator=torch.Generator().manual_seed(count))
-    hands = [shard_indices(indices, rank, size).tolist() for rank in range(size)]
-    assert Counter(index for hand in hands for index in hand) == Counter(indices.tolist())
-    assert max(map(len, hands)) - min(map(len, hands)) <= 1
-    assert len(hands[0]) == max(map(len, hands))
+    shards = [shard_indices(indices, rank, size).tolist() for rank in range(size)]
+    assert Counter(index for shard in shards for index in shard) == Counter(indices.tolist())
+    assert max(map(len, shards)) - min(map(len, shards)) <= 1
+    assert len(shards[0]) == max(map(len, shards))
 
 
 def test_sharding_is_round_robin() -> None:
     indices = torch.tensor([7, 2, 5, 0, 3])
     assert [shard_indices(indices, rank, 2).tolist() for rank in range(2)] == [[7, 5, 3], [2, 0]]
+
+
+@given(st.integers(0, 50), st.integers(1, 8), st.integers(1, 9))
+def test_micro_batches_contain_each_sample_of_a_rank_once(samples: int, size: int, count: int) -> None:
+    for rank in range(size):
+        parts = shard_micro_batches(torch.arange(samples), rank, size, count)
+        assert len(parts) == count
+        found = Counter(chain.from_iterable(part.tolist() for part in parts))
+        assert found == Counter(shard_indices(torch.arange(samples), rank, size).tolist())
+        assert max(map(len, parts)) - min(map(len, parts)) <= 1
+
+
+@given(st.integers(0, 50), st.integers(1, 8), st.integers(1, 9))
+def test_every_rank_knows_the_global_size_of_each_micro_batch(samples: int, size: int, count: int) -> None:
+    ranks = [shard_micro_batches(torch.arange(samples), rank, size, count) for rank in range(size)]
+    assert global_micro_batch_sizes(samples, size, count) == [
+        sum(map(len, parts)) for parts in zip(*ranks, strict=True)
+    ]
+
+
+@given(st.integers(0, 60), st.integers(0, 3), st.integers(0, 3))
+def test_micro_batches_of_a_step_do_not_depend_on_the_world_size(samples: int, a: int, b: int) -> None:
+    def numbered(size: int, count: int) -> dict[int, list[int]]:
+        return {
+            rank + size * number: part.tolist()
+            for rank in range(size)
+            for number, part in enumerate(shard_micro_batches(torch.arange(samples), rank, size, count))
+        }
+
+    assert numbered(2**a, 2**b) == numbered(1, 2 ** (a + b)) == numbered(2 ** (a + b), 1)
