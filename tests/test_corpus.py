@@ -5,7 +5,7 @@ import os
 import struct
 import sysconfig
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -27,7 +27,7 @@ from ddp_tutorial.processes.launcher import launch
 from ddp_tutorial.sharding import corpus as corpora
 from ddp_tutorial.sharding.corpus import Corpus, decode, encode, load_corpus
 from ddp_tutorial.sharding.stories import story, write_stories
-from ddp_tutorial.sharding.tokenizer import Tokenizer, load_tokenizer, tokenize
+from ddp_tutorial.sharding.tokenizer import Tokenizer, _tokenized, load_tokenizer, tokenize
 from ddp_tutorial.training.config import TaskConfig
 from ddp_tutorial.training.export import sample
 from ddp_tutorial.training.tasks import check_start, train
@@ -393,14 +393,14 @@ def test_a_token_outside_the_vocabulary_is_rejected_before_ranks_start(workdir: 
 # ------------------------------------------------------------------------------------------------------- tokenizers
 
 
-def write_tokenizer(path: Path) -> Tokenizer:
+def write_tokenizer(path: Path, special: Sequence[str] = ("<|endoftext|>",)) -> Tokenizer:
     """Train a byte-level BPE with 300 tokens on stories, and write it."""
     inner = tokenizers.Tokenizer(tokenizers.models.BPE())
     inner.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
     inner.decoder = tokenizers.decoders.ByteLevel()
     alphabet = tokenizers.pre_tokenizers.ByteLevel.alphabet()
     trainer = tokenizers.trainers.BpeTrainer(
-        vocab_size=300, special_tokens=["<|endoftext|>"], initial_alphabet=alphabet, show_progress=False
+        vocab_size=300, special_tokens=list(special), initial_alphabet=alphabet, show_progress=False
     )
     inner.train_from_iterator((story(number) for number in range(20)), trainer)
     inner.save(str(path))
@@ -416,6 +416,20 @@ def test_a_tokenizer_encodes_documents_and_separates_them(workdir: Path) -> None
     assert [tokenizer.decode(each).encode() for each in tokens] == documents(text.train)
     assert len(corpus.train) < len(text.train)
     assert tokenize(text, "bytes") is text
+
+
+@pytest.mark.parametrize(("special", "separator"), [((), ()), (("[PAD]", "</s>", "[SEP]"), (1,))])
+def test_the_separator_is_the_first_known_end_token(
+    workdir: Path, special: tuple[str, ...], separator: tuple[int, ...]
+) -> None:
+    assert write_tokenizer(workdir / "tokenizer.json", special).separator == separator
+
+
+@pytest.mark.parametrize(("vocab", "dtype"), [(2**16, torch.uint16), (2**16 + 1, torch.int32)])
+def test_tokens_are_stored_in_the_smallest_type_for_the_vocabulary(vocab: int, dtype: torch.dtype) -> None:
+    last = torch.tensor([vocab - 1])
+    stored = _tokenized(torch.tensor([97], dtype=torch.uint8), Tokenizer(lambda text: last, str, (), vocab))
+    assert (stored.dtype, stored.tolist()) == (dtype, [vocab - 1])
 
 
 def test_cached_tokens_are_found_without_reading_the_corpus(workdir: Path) -> None:

@@ -32,7 +32,7 @@ from ddp_tutorial.sharding.permutation import GlobalBatchSampler, Permutation
 from ddp_tutorial.sharding.samples import ArrowShards, Data, Rows, TokenBlocks, as_shards, write_arrow
 from ddp_tutorial.sharding.sharded import ShardedSource, to_device
 from ddp_tutorial.sharding.source import Source, SourceState, Tree
-from ddp_tutorial.sharding.sources import SINGLE_PROCESS, make_source
+from ddp_tutorial.sharding.sources import SINGLE_PROCESS, check_source, make_source
 from ddp_tutorial.sharding.streamed import StreamedSource
 from ddp_tutorial.sharding.workers import SourceError, too_many_workers
 from ddp_tutorial.world import World
@@ -71,6 +71,18 @@ def test_a_warning_appears_if_workers_outnumber_cores(
     for workers, warned in ((1, False), (2, True)):
         make_source(range(8), 4, World(), config=SourceConfig(workers=workers)).close()
         assert ("source.workers=2" in caplog.text) == warned
+
+
+def test_a_source_is_checked_without_its_ranks() -> None:
+    blocks, three = blocks_of(4), world_of(0, 3)
+    check_source(blocks, 3, three, SourceConfig(kind="sharded"))
+    check_source(blocks, 4, three, SourceConfig(kind="streamed", streams=3))
+    with pytest.raises(ConfigError, match="rank 2 of 3 has no samples: with 4 samples and batch_size 2"):
+        check_source(blocks, 2, three, SourceConfig(kind="sharded"))
+    with pytest.raises(ConfigError, match="the number of streams must be at least the 3 ranks, got 2"):
+        check_source(blocks, 4, three, SourceConfig(kind="streamed", streams=2))
+    with pytest.raises(ConfigError, match="'batch_size' must be at least 4, one sample of each stream, got 3"):
+        check_source(blocks, 3, three, SourceConfig(kind="streamed"))
 
 
 # ------------------------------------------------------------------------ arithmetic and reading, all in one process
