@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 
 from commands import call
 from ddp_tutorial.ddp.link_model import LinkModel
-from ddp_tutorial.experiments import choices
 from ddp_tutorial.planning.choice import as_text, choose, run_cost
 from ddp_tutorial.planning.communication import Group, all_reduce_seconds, group_of, pass_seconds
 from ddp_tutorial.planning.comparison import as_text as comparison_as_text
@@ -110,6 +109,27 @@ def test_traffic_equals_the_formula_of_zero(strategy: Strategy) -> None:
     assert sum(traffic(SMALL, plan, DGX_A100)) == pytest.approx(expected)
 
 
+def _simulated_seconds(units: int, computing: float, gather: float, reduce: float) -> float:
+    """Return the seconds of a forward and a backward pass, simulated unit by unit.
+
+    The link transfers one unit at a time. A unit is gathered before its forward pass and again before its backward
+    pass, each time while the previous unit computes. Its gradient is reduced after its backward pass.
+    """
+    now = link = 0.0
+    for part, reduced in ((1 / 3, 0.0), (2 / 3, reduce)):
+        link = max(link, now) + gather
+        arrived = link
+        for number in range(units):
+            start = max(now, arrived)
+            if number + 1 < units and gather:
+                link = max(link, start) + gather
+                arrived = link
+            now = start + part * computing / units
+            if reduced:
+                link = max(link, now) + reduced
+    return max(now, link)
+
+
 @settings(max_examples=50)
 @given(
     units=st.integers(1, 40),
@@ -118,11 +138,11 @@ def test_traffic_equals_the_formula_of_zero(strategy: Strategy) -> None:
     reduce=st.floats(0, 1),
 )
 def test_overlap_equals_the_simulation_of_units(units: int, computing: float, gather: float, reduce: float) -> None:
-    """`choices.overlapped` simulates each unit; a pass with only one kind of communication has a closed form."""
+    """A pass with only one kind of communication has a closed form."""
     forward, backward = computing / 3, 2 * computing / 3
-    simulated = choices.overlapped(units, computing, 0, reduce)
+    simulated = _simulated_seconds(units, computing, 0, reduce)
     assert simulated == pytest.approx(forward + overlapped(backward, units * reduce, units))
-    both = choices.overlapped(units, computing, gather, reduce)
+    both = _simulated_seconds(units, computing, gather, reduce)
     closed = overlapped(forward, units * gather, units) + overlapped(backward, units * (gather + reduce), units)
     assert both <= closed * (1 + 1e-9)  # the simulation also prefetches across the two passes
     assert both >= computing * (1 - 1e-9)
@@ -304,6 +324,13 @@ def test_the_command_prints_plans_and_the_cost_of_a_run() -> None:
     assert all(row.endswith("yes") for row in rows[:3])
     assert rows[3].startswith("the first plan trains on 100,000,000,000 tokens in ")
     assert rows[4].startswith("at 2 per device hour, this costs ")
+
+
+def test_help_lists_the_models() -> None:
+    text = " ".join(call("plan", "--help").stdout.split())
+    listed = text.partition("Models: ")[2].rstrip(".").split(", ")
+    assert {name.replace("-", " ") for name in listed} == {name.lower().replace("-", " ") for name in MODELS}
+    assert call("plan", "no-model").stderr.count(listed[-1]) == 1
 
 
 def test_the_command_prints_json() -> None:

@@ -52,7 +52,7 @@ ROOMS = {
     "world": Room("world.py environment.py slurm/step.py", "world restarts collectives_metrics"),
     "collectives": Room("collectives.py", "collectives_metrics world"),
     "sharding": Room("sharding/*.py", "sharding corpus data sources any_dataset unshared_storage"),
-    "ddp": Room("ddp/*.py", "ddp all_reduce buckets choices hooks link shared_memory sync_bn"),
+    "ddp": Room("ddp/*.py", "ddp all_reduce buckets hooks link shared_memory sync_bn"),
     "accumulation": Room("accumulation/*.py", "accumulation accelerate model out_of_memory precision ddp"),
     "checkpoint": Room(
         "checkpoint/*.py", "checkpoint manifest retention resume resume_allow rng export unshared_storage"
