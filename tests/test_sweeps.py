@@ -2,6 +2,7 @@
 
 import json
 import os
+import shlex
 import shutil
 import signal
 import subprocess
@@ -13,9 +14,12 @@ import nbformat
 import psutil
 import pytest
 import yaml
+from click.testing import CliRunner
 from hypothesis import given
 from hypothesis import strategies as st
 
+from commands import call
+from ddp_tutorial.commands.sweep import sweep
 from ddp_tutorial.config import CONFIGS, ConfigError
 from ddp_tutorial.experiments import parameter_check, sweeps, tables
 from ddp_tutorial.experiments.execute import _MARK, end_processes_of
@@ -29,6 +33,7 @@ from ddp_tutorial.experiments.sweeps import (
     nested,
     plan_sweep,
     read_grid,
+    read_points,
 )
 from ddp_tutorial.files import locked
 
@@ -116,6 +121,31 @@ def test_a_value_may_contain_commas() -> None:
         "sizes": [[1, 2], [3]],
         "corpus": ["parquet:a/b.c", "hub:x/y"],
     }
+
+
+@pytest.mark.parametrize("text", ["[2, a]", "- 2\n- a\n", '[2, "a"]'])
+def test_values_can_be_read_from_a_file(workdir: Path, text: str) -> None:
+    Path("values.yaml").write_text(text)
+    assert read_grid(["key=@values.yaml", "other=1"]) == {"key": [2, "a"], "other": [1]}
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("points.yaml", "- {a: 2, ddp.variant: flat}\n- {a: 0.00001, ddp.variant: 'b,c'}\n"),
+        ("points.json", '[{"a": 2, "ddp.variant": "flat"}, {"a": 1e-5, "ddp.variant": "b,c"}]'),
+        ("points.csv", '\ufeffa, ddp.variant\r\n2,flat\r\n1e-5,"b,c"\r\n'),
+    ],
+)
+def test_whole_points_are_read_from_a_file(workdir: Path, name: str, text: str) -> None:
+    Path(name).write_text(text.replace("b,c", "'b,c'") if name.endswith("csv") else text, encoding="utf-8", newline="")
+    assert read_points(Path(name)) == [{"a": 2, "ddp.variant": "flat"}, {"a": 1e-5, "ddp.variant": "b,c"}]
+
+
+def test_each_point_of_a_file_is_combined_with_the_grid() -> None:
+    points = expand_grid({"b": [1, 2]}, 2, [{"a": 1, "c": 4}, {"a": 2, "c": 5}])
+    first = [{"a": 1, "c": 4, "b": 1}, {"a": 1, "c": 4, "b": 2}, {"a": 2, "c": 5, "b": 1}, {"a": 2, "c": 5, "b": 2}]
+    assert points == [(values, repeat) for repeat in (1, 2) for values in first]
 
 
 plain = st.one_of(
@@ -215,10 +245,52 @@ def assert_refused_in_one_line(notebook: Path, settings: list[str], told: str) -
         (["hwo=a"], "tiny.ipynb has no parameter 'hwo'. Did you mean 'how'?"),
         (["name=a"], "'name' cannot be swept"),
         (["repeat=2"], "'repeat' cannot be swept"),
+        (["how=@gone.yaml"], "'how=@gone.yaml': 'gone.yaml' cannot be read: [Errno 2]"),
+        (["how=@visitors"], "'visitors' must contain a YAML list of values, such as [1, 2], got str"),
+        (["how=@empty"], "'empty' must contain a YAML list of values, such as [1, 2], got an empty list"),
     ],
 )
 def test_a_mistake_in_the_grid_is_reported_in_one_line(notebook: Path, settings: list[str], told: str) -> None:
+    Path("visitors").write_text("a, b")
+    Path("empty").write_text("[]")
     assert_refused_in_one_line(notebook, settings, told)
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "told"),
+    [
+        ("gone.yaml", None, "'--points gone.yaml': 'gone.yaml' cannot be read: [Errno 2]"),
+        ("a.yaml", "[{", "a.yaml, line 1, column 3: not valid YAML"),
+        ("a.yaml", "!!python/object/apply:os.mkdir [runs]", "not valid YAML: could not determine a constructor"),
+        ("a.yaml", "how: [well]", "must contain a list of points, such as [{steps: 10}, {steps: 20}]"),
+        ("a.json", "[]", "must contain a list of points"),
+        ("a.json", "[3]", "must contain a list of points"),
+        ("a.yaml", "[{2: 1}]", "a parameter must have a name such as ddp.variant, got 2"),
+        ("a.yaml", "[{how: a}, {how: b, number: 2}]", "point 2 sets how, number"),
+        ("a.yaml", "[{how: a}, {how: a}]", 'the point {"how": "a"} occurs twice; to run a point again, use --repeats'),
+        ("a.yaml", "[{how: 2024-01-01}]", "YAML reads 2024-01-01 as a date"),
+        ("a.yaml", "[{hwo: a}]", "tiny.ipynb has no parameter 'hwo'. Did you mean 'how'?"),
+        ("a.yaml", "[{name: a}]", "'name' cannot be swept"),
+        ("a.yaml", "[{number: 2}]", "'number' is set twice, on the command line and in a.yaml"),
+        ("a.csv", "how\n", "must contain a list of points"),
+        ("a.csv", "", "must contain a list of points"),
+        ("a.csv", "how,how\na,b\n", "the header contains 'how' twice"),
+        ("a.csv", "how,x\na\n", "point 1 must have one value for each of how, x, got 'a'"),
+        ("a.csv", "how,x\na,\n", "got 'a,'; write an empty string as ''"),
+        ("a.csv", 'how\n"a"b\n', "not valid CSV"),
+    ],
+)
+def test_a_mistake_in_a_file_of_points_is_reported_in_one_line(
+    notebook: Path, name: str, text: str | None, told: str
+) -> None:
+    if text is not None:
+        Path(name).write_text(text)
+    before = {path.name for path in Path.cwd().iterdir()}
+    with pytest.raises(ConfigError) as caught:
+        plan_sweep(notebook, ["number=3"], file=Path(name))
+    assert told in str(caught.value)
+    assert "\n" not in str(caught.value)
+    assert {path.name for path in Path.cwd().iterdir()} == before
 
 
 @pytest.mark.parametrize(
@@ -300,6 +372,16 @@ def test_the_command_rejects_a_mistake_with_exit_code_2(notebook: Path) -> None:
     assert not Path("runs").exists()
 
 
+def test_the_command_rejects_a_file_of_points_with_exit_code_2(notebook: Path) -> None:
+    Path("points.csv").write_text("how\n")
+    before = sorted(Path.cwd().iterdir())
+    for name in ("points.csv", "gone.yaml"):
+        done = call("sweep", "tiny.ipynb", "--points", name)
+        assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1)
+        assert done.stderr.startswith(f"error: '--points {name}': ")
+    assert sorted(Path.cwd().iterdir()) == before
+
+
 def test_a_changed_config_file_creates_new_points(workdir: Path) -> None:
     """A parameter names the file and stays the same."""
     train = NOTEBOOKS / "experiments" / "train.ipynb"
@@ -311,6 +393,45 @@ def test_a_changed_config_file_creates_new_points(workdir: Path) -> None:
     [after] = plan_sweep(train, ["extends=mine.yaml"]).points
     assert (before.parameters, before.repeat) == (after.parameters, after.repeat)
     assert before.key != after.key
+
+
+def test_a_dry_run_prints_commands_that_run_the_points(notebook: Path) -> None:
+    result = CliRunner().invoke(sweep, ["tiny.ipynb", "how=well,badly", "number=2", "--dry-run", "--json"])
+    first, second = json.loads(result.output)["commands"]
+    assert visitors() == []
+    assert not Path("runs").exists()
+    [well, _] = plan_sweep(Path("tiny.ipynb"), ["how=well,badly", "number=2"]).points
+    assert "how: badly" in second
+    well.folder.mkdir(parents=True)
+    command = [sys.executable, "-m", *shlex.split(first), "--no-progress-bar"]
+    assert subprocess.run(command, capture_output=True, timeout=150, check=False).returncode == 0
+    assert json.loads((well.folder / "result.json").read_text())["metrics"] == {"value": 20.0, "kind": "int"}
+    assert Path(f"{well.folder.name}.ipynb").is_file()
+
+
+def test_a_command_keeps_the_types_of_values_and_names_other_runs(
+    notebook: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Papermill reads YAML 1.1, in which 1e-05 is a string."""
+    values = [
+        {"number": 1e-5, "how": "it's $HOME"},
+        {"number": 10**20, "how": "1e-5"},
+        {"number": [None, True], "how": ""},
+    ]
+    Path("points.json").write_text(json.dumps(values))
+    plan = plan_sweep(notebook, [], file=Path("points.json"))
+    commands = [shlex.split(command) for command in plan.commands]
+    assert [yaml.safe_load(command[-1]) for command in commands] == [point.arguments for point in plan.points]
+    assert [{key: yaml.safe_load(command[-1])[key] for key in values[0]} for command in commands] == values
+    monkeypatch.setattr(sweeps, "RUNS", Path("/elsewhere"))
+    point = Point({}, 1, "key", Path("/elsewhere/sweeps/a"))
+    assert point.command(notebook).startswith("env DDP_TUTORIAL_RUNS=/elsewhere papermill ")
+
+
+def test_help_lists_the_experiments() -> None:
+    text = " ".join(CliRunner().invoke(sweep, ["--help"]).output.split())
+    assert f"Experiments: {', '.join(sweeps.experiments_by_name())}." in text
+    assert {"compare", "round_length", "train"} <= sweeps.experiments_by_name().keys()
 
 
 # -------------------------------------------------------------------------------------------------------- running
@@ -450,6 +571,7 @@ def test_an_interrupted_sweep_resumes_without_losing_points(notebook: Path) -> N
     assert done.returncode == 0, done.stderr
     told = json.loads(done.stdout)
     assert (told["points"], told["skipped"], told["failed"]) == (2, 1, [])
+    assert [command.split()[:2] for command in told["commands"]] == [["papermill", "tiny.ipynb"]] * 2
     came = visitors()
     assert came[1] == came[2] != came[0]  # only the interrupted point again
     assert len(came) == 3
@@ -466,5 +588,6 @@ def test_an_interrupted_sweep_resumes_without_losing_points(notebook: Path) -> N
     done = subprocess.run(command, capture_output=True, text=True, timeout=150, check=False)
     assert done.returncode == 0, done.stderr
     assert done.stdout.startswith("2 points: 2 finished (2 of them before)\n")
+    assert done.stdout.splitlines()[-2:] == told["commands"]
     assert visitors() == came
     assert Path("runs/sweeps/tiny/compare.ipynb").stat().st_mtime_ns == executed  # of the same table

@@ -23,7 +23,7 @@ def _by_option(presets: Iterable[str]) -> dict[str, str]:
 _MODELS, _DEVICES, _NETWORKS = _by_option(MODELS), _by_option(DEVICES), _by_option(NETWORKS)
 
 
-@click.command()
+@click.command(epilog=f"Models: {', '.join(_MODELS)}.")
 @click.argument("model", required=False)
 @click.argument("shape", nargs=-1)
 @click.option("--devices", type=click.IntRange(min=1), default=8, show_default=True, help="Number of devices.")
@@ -58,8 +58,7 @@ def plan(
 ) -> None:
     """Predict step time, memory and cost of training MODEL on many devices, for each strategy. Nothing is started.
 
-    MODEL is gpt-2, gpt-2-xl, gpt-3-175b, llama-2-7b, llama-2-13b, llama-2-70b, llama-3.1-8b, llama-3.1-70b or
-    llama-3.1-405b. SHAPE changes it, for example layers=48 sequence=8192.
+    MODEL is one of the models below. SHAPE changes it, for example layers=48 sequence=8192.
 
     \b
     plan llama-3.1-8b --devices 64 --device h100 --network dgx-h100

@@ -12,10 +12,24 @@ from ddp_tutorial.commands import runs_dir
 from ddp_tutorial.config import require_package
 
 
-@click.command()
+class _Sweep(click.Command):
+    """The command, whose help lists the experiments."""
+
+    def format_epilog(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """Write the names of the experiments."""
+        from ddp_tutorial.experiments.sweeps import experiments_by_name
+
+        self.epilog = f"Experiments: {', '.join(experiments_by_name())}."
+        super().format_epilog(ctx, formatter)
+
+
+@click.command(cls=_Sweep)
 @runs_dir
 @click.argument("notebook", type=click.Path(path_type=Path))
 @click.argument("settings", nargs=-1, metavar="[KEY=VALUE,VALUE...]...")
+@click.option(
+    "--points", metavar="FILE", type=click.Path(path_type=Path), help="YAML, JSON or CSV file with a list of points."
+)
 @click.option("--repeats", type=click.IntRange(min=1), default=1, show_default=True, help="Runs of each point.")
 @click.option("--name", default="", help="Directory under runs/sweeps/.  [default: the notebook's name]")
 @click.option(
@@ -25,12 +39,25 @@ from ddp_tutorial.config import require_package
     show_default=True,
     help="Seconds per point.",
 )
+@click.option("--dry-run", is_flag=True, help="Print the papermill command of each point, and run nothing.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
-def sweep(notebook: Path, settings: tuple[str, ...], repeats: int, name: str, timeout: float, as_json: bool) -> None:
+def sweep(
+    notebook: Path,
+    settings: tuple[str, ...],
+    points: Path | None,
+    repeats: int,
+    name: str,
+    timeout: float,
+    dry_run: bool,
+    as_json: bool,
+) -> None:
     """Run NOTEBOOK with papermill for every point of a grid, such as source=sharded,streamed steps=10,20.
 
-    NOTEBOOK is a path, or the name of one of the project's experiments: bucket_size, data_strategies, round_length,
-    scaling, train.
+    NOTEBOOK is a path, or the name of one of the experiments below. KEY=@FILE reads the values of a parameter from a
+    file with a YAML or JSON list. Each point of --points FILE is combined with all values of the settings. In a CSV
+    file, the header contains the parameters, and each row is a point.
+
+    The papermill command of each point runs that point alone. Add --dry-run to print only the commands.
 
     Finished points are not repeated unless their parameters or the code have changed. So after an interrupt or a
     failure, rerun the command to continue. If a point fails, the others still run, and the exit code is 1.
@@ -38,7 +65,10 @@ def sweep(notebook: Path, settings: tuple[str, ...], repeats: int, name: str, ti
     require_package("papermill", "notebooks")
     from ddp_tutorial.experiments.sweeps import SweepInterruptedError, failure_of, plan_sweep, run_sweep
 
-    plan = plan_sweep(notebook, settings, repeats, name)
+    plan = plan_sweep(notebook, settings, repeats, name, points)
+    if dry_run:
+        click.echo(json.dumps({"commands": plan.commands}) if as_json else "\n".join(plan.commands))
+        return
     for number in (signal.SIGTERM, signal.SIGHUP):  # the end of a job or a closed terminal: as Ctrl-C
         signal.signal(number, signal.default_int_handler)
     try:
@@ -55,6 +85,7 @@ def sweep(notebook: Path, settings: tuple[str, ...], repeats: int, name: str, ti
             "skipped": outcome.skipped,
             "failed": [{"folder": str(point.folder), **record} for point, record in failures],
             "rows": outcome.rows,
+            "commands": plan.commands,
         }
         click.echo(json.dumps(summary))
     else:
@@ -82,4 +113,5 @@ def _as_text(outcome: Any) -> str:
         groups = groups_of(outcome.rows, metric)
         lines += ["", as_text(groups, metric), "", *differences(groups), ""]
         lines += [f"comparison  {plan.folder / 'compare.ipynb'}", f"page        {plan.folder / 'compare.html'}"]
-    return "\n".join([*lines, f"table       {plan.folder / 'results.parquet'}, results.csv"])
+    lines += [f"table       {plan.folder / 'results.parquet'}, results.csv"]
+    return "\n".join([*lines, "", "papermill command of each point:", *plan.commands])

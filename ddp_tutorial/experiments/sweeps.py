@@ -13,10 +13,13 @@ of them equally.
 
 import ast
 import contextlib
+import csv
 import datetime
 import hashlib
+import io
 import json
 import re
+import shlex
 import shutil
 import sys
 import time
@@ -27,6 +30,7 @@ from pathlib import Path
 from typing import Any
 
 import nbformat
+import yaml
 
 from ddp_tutorial.checkpoint.manifest import sha256_of_json
 from ddp_tutorial.config import ConfigError, did_you_mean, merge, parse_yaml
@@ -50,32 +54,41 @@ def read_grid(settings: Sequence[str]) -> Grid:
     """Return the values of each parameter in settings such as `["source=sharded,streamed", "steps=10"]`.
 
     Values have the types that YAML assigns to them. A value that contains commas is written as in YAML:
-    `sizes=[1,2],[3]` or `text='a,b',c`.
+    `sizes=[1,2],[3]` or `text='a,b',c`. `steps=@FILE` reads a YAML or JSON list of values.
 
     Raises:
-        ConfigError: If a setting is malformed, or a parameter or value is repeated.
+        ConfigError: If a setting is malformed, a file cannot be read, or a parameter or value is repeated.
     """
     grid: Grid = {}
     for setting in settings:
         key, equals, text = setting.partition("=")
         key, text = key.strip(), text.strip()
-        if not equals or not all(part.isidentifier() for part in key.split(".")):
+        if not equals or not _is_name(key):
             raise ConfigError(f"a setting must have the form key=value,value, such as source=a,b, got {setting!r}")
         if key in grid:
             raise ConfigError(f"{key!r} is set twice; write {key}=value,value")
-        values = _values(setting, text)
-        encoded = [_as_json(setting, value) for value in values]
-        if twice := [each for each in encoded if encoded.count(each) > 1]:
-            raise ConfigError(f"{key!r} has the value {twice[0]} twice; to run a point again, use --repeats")
-        grid[key] = values
+        grid[key] = values = _values(setting, text)
+        if twice := _repeated([_as_json(setting, value) for value in values]):
+            raise ConfigError(f"{key!r} has the value {twice} twice; to run a point again, use --repeats")
     return grid
 
 
+def _is_name(key: object) -> bool:
+    return isinstance(key, str) and all(part.isidentifier() for part in key.split("."))
+
+
+def _repeated(encoded: Sequence[str]) -> str | None:
+    """Return the first value that occurs more than once."""
+    return next((each for each in encoded if encoded.count(each) > 1), None)
+
+
 def _values(setting: str, text: str) -> list[Any]:
-    """Return the values in `text`, parsed as a YAML list without brackets.
+    """Return the values in `text`, parsed as a YAML list without brackets, or those of the file after an "@".
 
     Unlike in YAML, a trailing comma is an error.
     """
+    if text.startswith("@"):
+        return _values_in_file(setting, Path(text[1:]))
     empty = f"{setting!r} has an empty value; write an empty string as ''"
     if not text or text.endswith(","):
         raise ConfigError(empty)
@@ -83,6 +96,73 @@ def _values(setting: str, text: str) -> list[Any]:
         return list(parse_yaml(f"[{text}]", setting))
     except ConfigError as error:
         raise ConfigError(empty if re.search(r"^\s*,|,\s*,", text) else str(error)) from None
+
+
+def _values_in_file(setting: str, path: Path) -> list[Any]:
+    values = parse_yaml(_text_of(setting, path), str(path))
+    if not isinstance(values, list) or not values:
+        found = "an empty list" if values == [] else type(values).__name__
+        raise ConfigError(f"{setting!r}: {str(path)!r} must contain a YAML list of values, such as [1, 2], got {found}")
+    return values
+
+
+def _text_of(setting: str, path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8-sig")  # a spreadsheet may begin a file with a byte order mark
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{setting!r}: {str(path)!r} cannot be read: {error}") from None
+
+
+def read_points(path: Path) -> list[dict[str, Any]]:
+    """Return the points in a file, as one dict of parameters per point.
+
+    A YAML or JSON file contains a list such as `[{steps: 10, nprocs: 1}, {steps: 20, nprocs: 2}]`. In a CSV file, each
+    row after the header is a point, and its values have the types that YAML assigns to them.
+
+    Raises:
+        ConfigError: If the file cannot be read, or if its points are invalid, repeated, or set different parameters.
+    """
+    setting = f"--points {path}"
+    text = _text_of(setting, path)
+    points = _csv_points(setting, text) if path.suffix.lower() == ".csv" else parse_yaml(text, str(path))
+    if not isinstance(points, list) or not points or not all(isinstance(point, dict) and point for point in points):
+        raise ConfigError(
+            f"{setting!r}: the file must contain a list of points, such as [{{steps: 10}}, {{steps: 20}}]"
+        )
+    names = list(points[0])
+    if wrong := [name for name in names if not _is_name(name)]:
+        raise ConfigError(f"{setting!r}: a parameter must have a name such as ddp.variant, got {wrong[0]!r}")
+    for number, point in enumerate(points, 1):
+        if point.keys() != points[0].keys():
+            raise ConfigError(
+                f"{setting!r}: all points must set the parameters of the first point, {', '.join(names)}, but point "
+                f"{number} sets {', '.join(map(str, point))}"
+            )
+    for value in (value for point in points for value in point.values()):
+        _as_json(setting, value)
+    if twice := _repeated([_as_json(setting, point) for point in points]):
+        raise ConfigError(f"{setting!r}: the point {twice} occurs twice; to run a point again, use --repeats")
+    return points
+
+
+def _csv_points(setting: str, text: str) -> list[dict[str, Any]]:
+    try:
+        rows = [row for row in csv.reader(io.StringIO(text), strict=True) if row]
+    except csv.Error as error:
+        raise ConfigError(f"{setting!r}: not valid CSV: {error}") from None
+    header = [name.strip() for name in rows[0]] if rows else []
+    if twice := _repeated(header):
+        raise ConfigError(f"{setting!r}: the header contains {twice!r} twice")
+    for number, row in enumerate(rows[1:], 1):
+        if len(row) != len(header) or not all(value.strip() for value in row):
+            raise ConfigError(
+                f"{setting!r}: point {number} must have one value for each of {', '.join(header)}, got "
+                f"{','.join(row)!r}; write an empty string as ''"
+            )
+    return [
+        {name: parse_yaml(value, f"{setting}: {name}={value}") for name, value in zip(header, row, strict=True)}
+        for row in rows[1:]
+    ]
 
 
 def _as_json(setting: str, value: Any) -> str:
@@ -96,9 +176,16 @@ def _as_json(setting: str, value: Any) -> str:
         ) from None
 
 
-def expand_grid(grid: Grid, repeats: int) -> list[tuple[dict[str, Any], int]]:
-    """Return every combination of the values with repeat 1, in the given order, then with repeat 2, and so on."""
-    combinations = [dict(zip(grid, values, strict=True)) for values in product(*grid.values())]
+def expand_grid(
+    grid: Grid, repeats: int, points: Sequence[Mapping[str, Any]] = ({},)
+) -> list[tuple[dict[str, Any], int]]:
+    """Return every combination of the values with repeat 1, in the given order, then with repeat 2, and so on.
+
+    Each point is combined with all values of the grid.
+    """
+    combinations = [
+        {**point, **dict(zip(grid, values, strict=True))} for point in points for values in product(*grid.values())
+    ]
     return [(parameters, repeat) for repeat in range(1, repeats + 1) for parameters in combinations]
 
 
@@ -217,6 +304,18 @@ class Point:
         settings = " ".join(f"{name}={value}" for name, value in self.parameters.items())
         return f"{settings} repeat={self.repeat}".strip()
 
+    @property
+    def arguments(self) -> dict[str, Any]:
+        """The notebook's parameters, among them the folder of its result."""
+        return {**nested(self.parameters), "name": self.folder.relative_to(RUNS).as_posix()}
+
+    def command(self, notebook: Path) -> str:
+        """Return a shell command that runs this point alone; papermill writes the notebook to the current directory."""
+        # YAML 1.1, which papermill reads, needs 1.0e-05: it would read the 1e-05 of JSON as a string.
+        arguments = yaml.safe_dump(self.arguments, default_flow_style=True, sort_keys=False, width=sys.maxsize).strip()
+        runs = [] if Path("runs") == RUNS else ["env", f"DDP_TUTORIAL_RUNS={RUNS}"]
+        return shlex.join([*runs, "papermill", str(notebook), f"{self.folder.name}.ipynb", "-y", arguments])
+
     def read(self) -> dict[str, Any] | None:
         """Return the record of the execution, or None if the point has not been run under this key."""
         try:
@@ -234,8 +333,15 @@ class Plan:
     folder: Path
     points: list[Point]
 
+    @property
+    def commands(self) -> list[str]:
+        """The shell command of each point."""
+        return [point.command(self.notebook) for point in self.points]
 
-def plan_sweep(notebook: Path, settings: Sequence[str], repeats: int = 1, name: str = "") -> Plan:
+
+def plan_sweep(
+    notebook: Path, settings: Sequence[str], repeats: int = 1, name: str = "", file: Path | None = None
+) -> Plan:
     """Return the points of a sweep, without writing anything.
 
     Args:
@@ -243,15 +349,18 @@ def plan_sweep(notebook: Path, settings: Sequence[str], repeats: int = 1, name: 
         settings: The values of each parameter; see `read_grid`.
         repeats: The number of runs of each point.
         name: The folder under `runs/sweeps/`. Defaults to the notebook's name.
+        file: A file with points, which are combined with the settings; see `read_points`.
 
     Raises:
-        ConfigError: If the settings are invalid, or the notebook would reject a point.
+        ConfigError: If the settings or the points are invalid, or the notebook would reject a point.
     """
-    grid = read_grid(settings)
+    grid, from_file = read_grid(settings), read_points(file) if file else [{}]
+    if twice := [key for key in grid if key in from_file[0]]:
+        raise ConfigError(f"{twice[0]!r} is set twice, on the command line and in {file}; remove one of them")
     notebook = _find(notebook)
     source = _read(notebook)
     parameters = parameters_in(source, notebook.name)
-    reserved = [key for key in grid if key == "name" or key in FIXED]
+    reserved = [key for key in (*from_file[0], *grid) if key == "name" or key in FIXED]
     if reserved:
         raise ConfigError(f"{reserved[0]!r} cannot be swept: the sweep sets it, or has a column of that name")
     name = name or _clean(notebook.stem) or "sweep"
@@ -262,18 +371,23 @@ def plan_sweep(notebook: Path, settings: Sequence[str], repeats: int = 1, name: 
         )
     folder = SWEEPS / name
     code = code_version(source)
-    combinations = [values for values, _ in expand_grid(grid, 1)]
+    combinations = [values for values, _ in expand_grid(grid, 1, from_file)]
     resolved = parameters.resolve([{**nested(values), "name": "sweeps/point"} for values in combinations])
     points = []
-    for (values, repeat), configs in zip(expand_grid(grid, repeats), cycle(resolved)):
+    for (values, repeat), configs in zip(expand_grid(grid, repeats, from_file), cycle(resolved)):
         key = key_of(values, configs, repeat, code)
         points.append(Point(values, repeat, key, folder / folder_of(values, repeat, key)))
     return Plan(notebook, folder, points)
 
 
+def experiments_by_name() -> dict[str, Path]:
+    """Return the paths of the project's experiments, such as `train`."""
+    return {path.stem: path for path in sorted(COMPARE.parent.glob("*.ipynb"))}
+
+
 def _find(notebook: Path) -> Path:
-    """Return the path of a notebook, which may be the name of one of the project's experiments, such as `train`."""
-    experiments = {path.stem: path for path in sorted(COMPARE.parent.glob("*.ipynb"))}
+    """Return the path of a notebook, which may be the name of one of the project's experiments."""
+    experiments = experiments_by_name()
     if notebook.is_file():
         return notebook
     if str(notebook) in experiments:
@@ -389,8 +503,7 @@ def _run(notebook: Path, point: Point, timeout: float, look: Callable[[], object
     shutil.rmtree(point.folder, ignore_errors=True)  # left by a failed or interrupted execution
     point.folder.mkdir(parents=True)
     began = time.monotonic()
-    name = point.folder.relative_to(RUNS).as_posix()
-    code = execute(notebook, point.folder, {**nested(point.parameters), "name": name}, look, timeout)
+    code = execute(notebook, point.folder, point.arguments, look, timeout)
     seconds = round(time.monotonic() - began, 2)
     record: dict[str, Any] = {
         "schema": 1,
