@@ -43,21 +43,14 @@ SMALL = {
     "round_length": [
         "-f",
         "ddp_tutorial/configs/tiny.yaml",
-        "-p",
-        "steps",
-        "4",
-        "-p",
-        "seeds",
-        "1",
-        "-p",
-        "length",
-        "2",
+        *["-p", "steps", "4", "-p", "seeds", "1", "-p", "length", "2"],
     ],
     "scaling": [
         "-f",
         "ddp_tutorial/configs/tiny.yaml",
         *["-p", "steps", "5", "-p", "repeats", "2", "-p", "launches", "2"],
     ],
+    "strategies": ["-f", "ddp_tutorial/configs/tiny.yaml", "-p", "steps", "2", "-p", "repeats", "2"],
     "train": ["-f", "ddp_tutorial/configs/tiny.yaml", "-p", "name", "small"],
 }
 EXECUTED = [path for path in NOTEBOOKS if path.stem in SMALL]

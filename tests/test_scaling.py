@@ -1,7 +1,6 @@
 """The step model gives values computed by hand, and the arms of the benchmark do equal work."""
 
 import json
-import statistics
 import time
 from dataclasses import replace
 from typing import Any
@@ -16,7 +15,7 @@ from ddp_tutorial.benches.scaling import BATCH, FOUR_RANK_ARMS, Setup, arm_of, r
 from ddp_tutorial.ddp.config import LinkConfig
 from ddp_tutorial.ddp.link import LinkModel
 from ddp_tutorial.experiments.arms import Arm
-from ddp_tutorial.experiments.scaling import BACKWARD, NETWORKS, StepModel, bootstrap, fit_step
+from ddp_tutorial.experiments.scaling import BACKWARD, NETWORKS, StepModel, fit_step
 from ddp_tutorial.experiments.sleeping import Sleeper, SleepingModel
 from ddp_tutorial.processes.launcher import launch
 from ddp_tutorial.world import World
@@ -142,17 +141,6 @@ def test_invalid_values_are_rejected() -> None:
     with pytest.raises(ValueError, match="at least 1, got 0, 2 and None"):
         BY_HAND.seconds(0, 2)
     assert BACKWARD < 1
-
-
-def test_a_bootstrap_interval_contains_the_statistic_and_grows_with_spread() -> None:
-    narrow, wide = bootstrap([9, 10, 10, 10, 11]), bootstrap([5, 8, 10, 12, 15])
-    assert (narrow.middle, wide.middle) == (10, 10)
-    assert 9 <= narrow.low <= 10 <= narrow.high <= 11
-    assert wide.high - wide.low > narrow.high - narrow.low
-    assert bootstrap([3.0]) == (3.0, 3.0, 3.0)
-    assert bootstrap([1, 2, 9], statistic=statistics.mean).middle == 4
-    with pytest.raises(ValueError, match="no values"):
-        bootstrap([])
 
 
 # ------------------------------------------------------------------------------------------------ ranks that sleep

@@ -1,14 +1,21 @@
 """The table of a sweep, and values derived from it."""
 
+import itertools
+import math
+import statistics
+import time
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from ddp_tutorial.config import ConfigError
 from ddp_tutorial.experiments.tables import (
     Group,
+    _orders,
     as_text,
     differences,
+    effect_of,
     groups_of,
     metrics_of,
     parameters_of,
@@ -92,16 +99,47 @@ def test_the_x_axis_is_the_parameter_with_the_most_values() -> None:
     assert series_of([Group({}, [1.0])]) == ("", {"a repeat": {"all": [1.0]}})
 
 
-def test_a_difference_is_reported_if_ranges_do_not_overlap() -> None:
+def test_neighboring_groups_are_compared_by_their_ratio() -> None:
     apart = differences([Group({"x": 1}, [10, 11, 12]), Group({"x": 2}, [20, 22, 24])])
-    assert apart == [
-        "x=2 has 100.0% more than x=1: the ranges do not overlap (by chance in 1 of 10 cases)"
-    ]  # 2 of (6 choose 3)
+    assert apart == ["x=2 / x=1: 2 (90% interval 1.667 to 2.4)"]  # 1 - 2 / (6 choose 3)
     [within] = differences([Group({"x": 1}, [10, 20]), Group({"x": 2}, [15, 30])])
-    assert within.startswith("x=2 and x=1: within the spread (medians: 50.0% more")
+    assert within == "x=2 / x=1: 1.5 (67% interval 0.75 to 3), indistinguishable"
+    [signed] = differences([Group({"x": 1}, [-1, -2]), Group({"x": 2}, [1, 2])])
+    assert signed == "x=2 - x=1: 3 (67% interval 2 to 4)"
     assert differences([Group({"x": 1}, [1, 1]), Group({"x": 2}, [1, 1])])[0].endswith("identical values")
     assert "differences cannot be judged" in differences([Group({"x": 1}, [1]), Group({"x": 2}, [2])])[0]
+    assert "no spread" in differences([Group({"x": 1}, [1]), Group({"x": 2}, [2, 3])])[0]
     assert differences([Group({"x": 1}, [1])]) == []
+
+
+@pytest.mark.parametrize(("a", "b"), [(3, 3), (5, 5), (5, 8), (10, 4)])
+def test_the_interval_of_an_effect_contains_the_true_ratio_with_its_confidence(a: int, b: int) -> None:
+    random = np.random.default_rng(0)
+    draws = [[np.exp(random.normal(size=size)).tolist() for size in (a, b)] for _ in range(2000)]
+    effects = [effect_of(Group({}, [3 * x for x in first]), Group({}, second)) for first, second in draws]
+    confidence = effects[0].confidence
+    assert 0.95 <= confidence < 0.99 or confidence == 1 - 2 / math.comb(a + b, a)
+    assert sum(each.low <= 3 <= each.high for each in effects) / 2000 == pytest.approx(confidence, abs=0.015)
+    assert statistics.median(each.estimate for each in effects) == pytest.approx(3, rel=0.1)
+
+
+@pytest.mark.parametrize(("a", "b"), [(1, 1), (1, 4), (3, 3), (4, 2), (3, 5)])
+def test_orders_are_counted_like_an_enumeration(a: int, b: int) -> None:
+    found = [0] * (a * b + 1)
+    for ours in itertools.combinations(range(a + b), a):
+        found[sum(rank - place for place, rank in enumerate(ours))] += 1
+    assert _orders(a, b) == found[: a * b // 2 + 1]
+
+
+def test_one_value_has_no_interval_and_100_values_take_a_second() -> None:
+    single = effect_of(Group({}, [2.0]), Group({}, [1.0]))
+    assert not single.is_distinguishable
+    assert str(single) == "2 (no interval)"
+    began = time.process_time()
+    many = effect_of(Group({}, [2.0 + i / 100 for i in range(100)]), Group({}, [1.0 + i / 1000 for i in range(100)]))
+    assert time.process_time() - began < 5  # a recursive count takes a minute
+    assert many.confidence == pytest.approx(0.95, abs=0.001)
+    assert 2 < many.low < many.estimate < many.high < 3
 
 
 def test_an_invalid_table_is_rejected_in_one_line(tmp_path: Path) -> None:

@@ -110,7 +110,7 @@ def run_main_job(steps: int = 600) -> None:
     print(
         f"Executing notebooks/experiments/train.ipynb: {nprocs} ranks, then one process on the same work.", flush=True
     )
-    parameters = {"name": folder.name, "nprocs": nprocs, "steps": steps}
+    parameters = {"extends": "base", "name": folder.name, "nprocs": nprocs, "steps": steps}
     run_notebook(NOTEBOOKS / "experiments" / "train.ipynb", folder, parameters)
     result = json.loads((folder / "result.json").read_text())
     print()

@@ -6,11 +6,8 @@ the batch size per rank, so the computation per rank does not shrink (Gustafson,
 """
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import NamedTuple
-
-import numpy as np
 
 from ddp_tutorial.ddp.config import LinkConfig
 from ddp_tutorial.ddp.link import fit_link
@@ -180,33 +177,3 @@ def _overlap(model: StepModel, samples: float, ranks: int, seconds: float) -> fl
     hideable = min(sending, BACKWARD * computing)
     hidden = sending - (seconds - computing)
     return min(1.0, max(0.0, hidden / hideable)) if hideable else 0.0
-
-
-class Band(NamedTuple):
-    """An estimate (`middle`) and the limits of its confidence interval."""
-
-    low: float
-    middle: float
-    high: float
-
-
-def bootstrap(
-    values: Sequence[float],
-    statistic: Callable[[Sequence[float]], float] = lambda values: float(np.median(values)),
-    coverage: float = 0.9,
-    draws: int = 2000,
-) -> Band:
-    """Return a statistic of `values` with its bootstrap confidence interval (Efron, 1979).
-
-    Args:
-        values: The measurements.
-        statistic: The function to evaluate on the values and on each resample. Defaults to the median.
-        coverage: The fraction of the resampled results inside the interval.
-        draws: The number of resamples, drawn with replacement.
-    """
-    if not values:
-        raise ValueError("no values to draw from")
-    drawn = np.random.default_rng(0).choice(np.asarray(values, dtype=float), (draws, len(values)))
-    statistics = [statistic(row) for row in drawn]
-    low, high = np.quantile(statistics, [(1 - coverage) / 2, (1 + coverage) / 2])
-    return Band(float(low), float(statistic(values)), float(high))

@@ -248,8 +248,9 @@ def intervals(
     hollow: Collection[str] = (),
     model: Mapping[str, float] | None = None,
     mark: float | None = None,
+    band: str = "90 % band",
 ) -> Figure:
-    """Draw a 90 % band (low, high) and a point (middle) for each name.
+    """Draw a band (low, high) and a point (middle) for each name.
 
     Args:
         values: The (low, middle, high) of each name.
@@ -259,6 +260,7 @@ def intervals(
         hollow: Names whose points are hollow because there are more ranks than cores.
         model: Predictions by name, drawn with their relative error.
         mark: An x at which to draw a vertical line.
+        band: The label of the bands.
     """
     figure, axes = plt.subplots(figsize=(9, 1.2 + 0.48 * len(values)))
     dot: dict[str, Any] = {"marker": "o", "color": BLUE, "markersize": 9, "markeredgewidth": 1.8}
@@ -279,7 +281,7 @@ def intervals(
     axes.grid(visible=False, axis="y")
     axes.set(title=title, xlabel=xlabel)
     none: dict[str, Any] = {"xdata": [], "ydata": [], "linestyle": "none"}
-    keys = [Line2D(**none, **dot, label="measured"), Line2D([], [], color=SKY, linewidth=9, label="90 % band")]
+    keys = [Line2D(**none, **dot, label="measured"), Line2D([], [], color=SKY, linewidth=9, label=band)]
     if hollow:
         keys.insert(1, Line2D(**none, **dot, markerfacecolor="white", label="measured, more ranks than cores"))
     if model:
