@@ -102,7 +102,7 @@ def are_gone(processes: list[psutil.Process]) -> bool:
 @pytest.mark.timeout(900)
 def test_the_quickstart_runs_shows_progress_and_checks_an_answer(opened) -> None:
     notebook = opened(QUICKSTART)
-    training, exercise = notebook.cell("one = launch_training"), notebook.cell("def deal(")
+    training, exercise = notebook.cell("one = launch_training"), notebook.cell("def shard(")
     last = notebook.run_all()
     notebook.show(training)
     seen = set()
@@ -114,10 +114,10 @@ def test_the_quickstart_runs_shows_progress_and_checks_an_answer(opened) -> None
     assert notebook.errors() == []
     assert "agree within 0.00001" in notebook.text(notebook.cell("first = min("))
 
-    check = "\n\n\nexercises.deal_samples.check(deal)"
-    notebook.write(exercise, "def deal(indices, rank, size):\n    return indices" + check)
+    check = "\n\n\nexercises.shard_samples.check(shard)"
+    notebook.write(exercise, "def shard(indices, rank, size):\n    return indices" + check)
     wrong = notebook.run(exercise)
-    notebook.write(exercise, "def deal(indices, rank, size):\n    return indices[rank::size]" + check)
+    notebook.write(exercise, "def shard(indices, rank, size):\n    return indices[rank::size]" + check)
     right = notebook.run(exercise)
     assert "Not yet" in wrong
     assert "Right" in right

@@ -544,7 +544,7 @@ def overlap(world: World) -> dict[str, Any]:
 def test_the_first_bucket_arrives_during_the_backward_pass(size: int, kind: str, step: int) -> None:
     for each in heard_of(size):
         began, ended, transfers = each["overlap"][kind, "bucket", step]
-        assert [transfer.name for transfer in transfers] == ["bucket 0", "bucket 1", "who uses what"]
+        assert [transfer.name for transfer in transfers] == ["bucket 0", "bucket 1", "used parameters"]
         first, second, _ = transfers
         assert began < first.issued <= first.start < first.end
         assert first.end <= second.issued <= ended  # the previous layer was not ready before
@@ -600,7 +600,7 @@ def test_all_ranks_reduce_buckets_in_the_same_order(size: int, step: int) -> Non
     ranks = [each["disagree_about_the_order"][step] for each in heard_of(size)]
     assert ranks[1]["arrived"][:2] == ranks[0]["arrived"][2:]
     for each in ranks:
-        assert each["transfers"] == ["bucket 0", "bucket 1", "bucket 2", "bucket 3", "who uses what"]
+        assert each["transfers"] == ["bucket 0", "bucket 1", "bucket 2", "bucket 3", "used parameters"]
         assert each["buckets"] == ranks[0]["buckets"]
         torch.testing.assert_close(each["gradients"], each["wanted"])
     if step > 0:  # rebuilt in rank 0's order
@@ -680,7 +680,7 @@ def test_an_error_leaves_no_pending_bucket(size: int) -> None:
     for each in heard_of(size):
         heard = each["fail_while_buckets_are_under_way"]
         assert "parameters that got no gradient" in heard["error"]
-        assert heard["transfers"] == ["bucket 0", "bucket 1", "bucket 2", "bucket 3", "who uses what"]
+        assert heard["transfers"] == ["bucket 0", "bucket 1", "bucket 2", "bucket 3", "used parameters"]
         torch.testing.assert_close(*heard["gradients"])
 
 

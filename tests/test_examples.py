@@ -205,7 +205,7 @@ def train_both_ways(world: World) -> list[tuple[list[float], dict[str, torch.Ten
 
 @pytest.fixture(scope="module")
 def plain(folder: Path) -> Callable[[int, int], Path]:
-    """Returns the checkpoint of an undisturbed run of `plain`, given its number of ranks and its accumulation."""
+    """Returns the checkpoint of an uninterrupted run of `plain`, given its number of ranks and its accumulation."""
 
     @cache
     def run(nprocs: int, accumulate: int) -> Path:

@@ -33,7 +33,7 @@ EXERCISES = {
 STUCK = {
     ("ddp_from_scratch.bucket_ddp", "waits until every gradient has arrived"),
     ("loss_scaling.step_together", "asks the others only if it has overflowed"),
-    ("bug_museum.find_bad_deal", "reads each share to its end"),
+    ("bug_museum.find_bad_sharding", "reads each share to its end"),
 }
 WRONG = [(name, mistake) for name, exercise in EXERCISES.items() for mistake in exercise.wrong]
 
@@ -109,7 +109,7 @@ def test_a_wrong_answer_is_rejected_with_a_reason(name, mistake, request):
 
 
 @pytest.mark.usefixtures("patient")
-@pytest.mark.parametrize("name", ["quickstart.deal_samples", "quickstart.mean_loss"], ids=["here", "on ranks"])
+@pytest.mark.parametrize("name", ["quickstart.shard_samples", "quickstart.mean_loss"], ids=["here", "on ranks"])
 def test_an_unfilled_skeleton_prints_the_task(name):
     """nbval checks this for every other exercise, because notebooks are committed with unfilled skeletons."""
     right, said = EXERCISES[name].verdict(unanswered)
@@ -193,7 +193,7 @@ def test_in_a_notebook_a_check_shows_the_task_beside_the_verdict(capsys, monkeyp
     shown = []
     monkeypatch.setattr("ddp_tutorial.exercises.in_notebook", lambda: True)
     monkeypatch.setattr("IPython.display.display", shown.append)
-    exercise = Exercise("deal(n): return a list", lambda answer: answer(), str, {}, ())
+    exercise = Exercise("make_list(n): return a list", lambda answer: answer(), str, {}, ())
     long_line = "  " + "word " * 30
 
     def wrong():
@@ -206,8 +206,8 @@ def test_in_a_notebook_a_check_shows_the_task_beside_the_verdict(capsys, monkeyp
     assert repr(right) == "Right. Well done."
     assert repr(not_yet).startswith("Not yet. 2 < 3\n  word word")
     assert max(map(len, repr(not_yet).splitlines())) <= 95
-    assert "deal(n): return a list" in right._repr_html_()
-    assert "deal(n): return a list" in not_yet._repr_html_()
+    assert "make_list(n): return a list" in right._repr_html_()
+    assert "make_list(n): return a list" in not_yet._repr_html_()
     assert "2 &lt; 3" in not_yet._repr_html_()
 
 
@@ -232,12 +232,12 @@ def test_a_check_explains_and_never_raises(capsys):
 
 
 def test_an_answer_that_returns_none_is_asked_for_its_return(capsys):
-    EXERCISES["quickstart.deal_samples"].check(lambda indices, rank, size: None)
+    EXERCISES["quickstart.shard_samples"].check(lambda indices, rank, size: None)
     assert capsys.readouterr().out.endswith("A function without a `return` returns None. Is one missing?\n")
 
 
 def test_an_endless_answer_is_aborted_and_its_line_is_shown(monkeypatch, capsys):
-    def deal(indices, rank, size):
+    def shard(indices, rank, size):
         while True:
             try:
                 sum(indices)
@@ -245,7 +245,7 @@ def test_an_endless_answer_is_aborted_and_its_line_is_shown(monkeypatch, capsys)
                 return indices
 
     monkeypatch.setattr(ddp_tutorial.exercises, "_SECONDS", 0.2)
-    EXERCISES["quickstart.deal_samples"].check(deal)
+    EXERCISES["quickstart.shard_samples"].check(shard)
     said = capsys.readouterr().out
     assert said.startswith("Not yet. Your answer has used 60 seconds of CPU time and has not returned")
     assert re.search(r"It was at File .*test_exercises.py\", line \d+: (while True|try|sum\(indices\))", said)

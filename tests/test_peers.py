@@ -77,7 +77,7 @@ SITUATIONS = {
     "all of it": (replace(perceptron(dropout=0.1), shuffle=True), 12),
 }
 
-Runs = dict[str, tuple[Outcome, Outcome]]  # trainer -> undisturbed, resumed
+Runs = dict[str, tuple[Outcome, Outcome]]  # trainer -> uninterrupted, resumed
 
 
 def resumed(world: World) -> dict[str, Runs]:

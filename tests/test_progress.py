@@ -29,15 +29,15 @@ def of(name: str) -> bool:
 
 
 def test_only_a_right_answer_is_recorded(person: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    exercise = quickstart.deal_samples
+    exercise = quickstart.shard_samples
     exercise.check(exercise.wrong["pads with copies"])
     exercise.check(lambda *_: 1 / 0)
     assert not person.exists()
     exercise.check(exercise.solution)
     exercise.check(exercise.solution)
     exercise.check(exercise.wrong["pads with copies"])  # a passed exercise stays passed
-    assert person.read_text() == "quickstart.deal_samples\n"
-    assert of("quickstart.deal_samples")
+    assert person.read_text() == "quickstart.shard_samples\n"
+    assert of("quickstart.shard_samples")
     assert not of("quickstart.mean_loss")
     told = capsys.readouterr().out
     assert told.count("Right. ") == 2
@@ -45,20 +45,20 @@ def test_only_a_right_answer_is_recorded(person: Path, capsys: pytest.CaptureFix
 
 
 def test_an_answer_from_a_test_is_not_recorded(workdir: Path) -> None:
-    quickstart.deal_samples.check(quickstart.deal_samples.solution)
+    quickstart.shard_samples.check(quickstart.shard_samples.solution)
     assert list(workdir.iterdir()) == []
 
 
 def test_a_kernel_distinguishes_a_person_from_nbval_and_papermill(workdir: Path) -> None:
     code = "from ddp_tutorial.exercises import quickstart as exercises, progress\n"
-    check = "exercises.deal_samples.check(exercises.deal_samples.solution)"
+    check = "exercises.shard_samples.check(exercises.shard_samples.solution)"
     kernel = Kernel(workdir)
     try:
         assert kernel.run(code + check)["shown"][0]["text/plain"].startswith("Right. ")
         assert list(workdir.iterdir()) == []
         assert kernel.run(check, person=True)["shown"][0]["text/plain"].startswith("Right. ")
-        assert (workdir / passed.FILE).read_text() == "quickstart.deal_samples\n"
-        assert "[x] deal_samples" in kernel.run("progress()")["result"]
+        assert (workdir / passed.FILE).read_text() == "quickstart.shard_samples\n"
+        assert "[x] shard_samples" in kernel.run("progress()")["result"]
     finally:
         kernel.end()
 
@@ -86,8 +86,8 @@ def test_a_damaged_file_loses_only_its_damaged_lines(found: bytes, person: Path)
     person.parent.mkdir()
     person.write_bytes(found)
     assert of("quickstart.mean_loss") == (found == b"quickstart.mean_loss")
-    quickstart.deal_samples.check(quickstart.deal_samples.solution)
-    assert of("quickstart.deal_samples")
+    quickstart.shard_samples.check(quickstart.shard_samples.solution)
+    assert of("quickstart.shard_samples")
     assert person.read_bytes().startswith(found)
     assert of("quickstart.mean_loss") == (found == b"quickstart.mean_loss")
 
@@ -96,11 +96,11 @@ def test_a_failing_disk_is_reported_in_one_line_after_the_verdict(
     person: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     person.mkdir(parents=True)
-    quickstart.deal_samples.check(quickstart.deal_samples.solution)
+    quickstart.shard_samples.check(quickstart.shard_samples.solution)
     right, told = capsys.readouterr().out.splitlines()
     assert right.startswith("Right. ")
     assert told == "(Not recorded for progress(): runs/exercises.txt cannot be written, Is a directory.)"
-    assert not of("quickstart.deal_samples")
+    assert not of("quickstart.shard_samples")
 
 
 def test_the_table_lists_every_exercise_under_its_notebook() -> None:
@@ -116,13 +116,13 @@ def test_a_fresh_clone_has_no_passed_exercises_in_text_and_html(workdir: Path) -
     table = progress()
     total = sum(len(each.exercises) for each in table.chapters)
     assert str(table) == f"0 of {total} exercises passed"
-    assert "00_quickstart             0 of 3  [ ] deal_samples  [ ] mean_loss" in repr(table)
+    assert "00_quickstart             0 of 3  [ ] shard_samples  [ ] mean_loss" in repr(table)
     assert "&#10003;" not in table._repr_html_()
     passed.FILE.parent.mkdir()
     passed.FILE.write_text("quickstart.mean_loss\n")
-    assert "1 of 3  [ ] deal_samples  [x] mean_loss" in repr(progress())
+    assert "1 of 3  [ ] shard_samples  [x] mean_loss" in repr(progress())
     assert f"<p>1 of {total} exercises passed</p>" in progress()._repr_html_()
-    assert "deal_samples, <b>&#10003;&nbsp;mean_loss</b>" in progress()._repr_html_()
+    assert "shard_samples, <b>&#10003;&nbsp;mean_loss</b>" in progress()._repr_html_()
 
 
 def test_links_of_the_table_are_relative_to_the_current_folder(

@@ -1,4 +1,4 @@
-"""A run that Slurm preempts and requeues is bitwise identical to an undisturbed run."""
+"""A run that Slurm preempts and requeues is bitwise identical to an uninterrupted run."""
 
 import json
 import os

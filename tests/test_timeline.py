@@ -170,7 +170,7 @@ def test_the_parts_of_a_step_are_in_order(recorded: list[dict[str, Timeline]], a
     assert forward.start < forward.end <= backward.start < backward.end <= finish.end
     carried = [span for span in timeline.ranks[rank] if span.lane == LINK]
     assert all(forward.end <= span.start < span.end <= finish.end + 0.5 for span in carried)
-    # six buckets of two layers, and who uses what; torch asks nobody
+    # six buckets of two layers, and the used parameters, which torch does not send by default
     assert len(carried) == {"naive": 25, "flat": 2, "bucket": 7, "torch": 6, "direct": 7, "own": 6}[arm]
 
 

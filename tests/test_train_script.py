@@ -415,7 +415,7 @@ def test_07_trains_on_the_same_samples_in_the_same_order_as_06(tmp_path):
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
-def test_a_run_that_torchrun_restarts_is_bitwise_identical_to_an_undisturbed_one(strategy, tmp_path):
+def test_a_run_that_torchrun_restarts_is_bitwise_identical_to_an_uninterrupted_one(strategy, tmp_path):
     (tmp_path / "train.py").write_text(course.script(LAST))
     (tmp_path / "killed.py").write_text(KILLED)
     options = ["--steps=32", "--every=8", "--dropout=0.2", f"--strategy={strategy}"]

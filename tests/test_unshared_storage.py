@@ -245,7 +245,7 @@ def kept(world: World) -> dict[str, Any]:
     return told
 
 
-def undisturbed(world: World) -> dict[str, str]:
+def uninterrupted(world: World) -> dict[str, str]:
     os.chdir("node0")
     whole = {name: life(world, f"{name}-whole", 4, **other) for name, other in KINDS.items()}
     return whole | {"on_one": life(world, "on_one", 4, checkpoint=CheckpointConfig(every=1))}
@@ -257,7 +257,7 @@ def test_rank_0_saves_for_nodes_without_a_shared_folder_and_runs_resume(
     for rank in range(2):
         (workdir / f"node{rank}").mkdir()
     told = launch(kept, 2, device="cpu", echo=False, timeout=100)
-    whole = launch(undisturbed, 2, device="cpu", echo=False, timeout=60)[0]
+    whole = launch(uninterrupted, 2, device="cpu", echo=False, timeout=60)[0]
     assert whole["on_one"] == whole["ddp"]
     for rank, each in enumerate(told):
         for name in KINDS:

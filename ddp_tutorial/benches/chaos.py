@@ -1,4 +1,4 @@
-"""Inject failures into small runs; each run must be bitwise identical to an undisturbed run.
+"""Inject failures into small runs; each run must be bitwise identical to an uninterrupted run.
 
 In each attempt of a run, one rank (or every rank) is killed with SIGKILL at some point, or its disk fails once. Then
 the same command is rerun with `resume: auto` until the run finishes, and the next run starts. The points are used in
@@ -75,13 +75,13 @@ def measure_chaos(
         mount: The function that mounts the small disk.
 
     Returns:
-        The report. `attempts` counts the attempts by kind; "undisturbed" attempts have no injected failure. `points`
+        The report. `attempts` counts the attempts by kind; "no failure" attempts have no injected failure. `points`
         counts the different points of failures, `in_saving` the kills during a save, `resumed` the attempts that
         started from a checkpoint, and `damaged` the damaged checkpoints. `full_disk` describes the full disk, the
         number of attempts that it ended, and why a real one was not possible.
 
         `bit_equal` is whether the weights, losses and gradient norms of every finished run are identical to those of
-        the undisturbed run. `lost` counts the attempts after which the newest valid checkpoint was too old.
+        the uninterrupted run. `lost` counts the attempts after which the newest valid checkpoint was too old.
         `not_rejected` counts the attempts on two nodes that were not rejected on all ranks, before the first step and
         without a changed file. `leftover_processes` counts the processes left behind.
 
@@ -97,8 +97,8 @@ def measure_chaos(
         small.mkdir()
         os.chdir(shared)
         try:
-            first = run_attempt(config_of("undisturbed"))
-            expected = outcome("undisturbed")
+            first = run_attempt(config_of("uninterrupted"))
+            expected = outcome("uninterrupted")
             chaos = _Chaos(random.Random(seed), expected, FAULTS)
             chaos.points[False].learn(first)
             while chaos.tally.attempts["kill"] < kills or chaos.tally.attempts["two nodes"] < two_nodes:
@@ -251,7 +251,7 @@ class _Chaos:
             if self.tally.attempts["two nodes"] < min(two_nodes, two_nodes * (done + 1) // limit):
                 self._two_nodes(config)
             self.tally.resumed += latest(checkpoints) is not None
-            attempt = self._attempt(config) if done < limit else self._undisturbed(config)
+            attempt = self._attempt(config) if done < limit else self._without_failure(config)
             empty(Path.cwd())
             self.points[config.checkpoint.background].learn(attempt)
             newest = newest_valid(checkpoints)
@@ -264,8 +264,8 @@ class _Chaos:
             oldest_allowed = newest if self.random.random() > 0.1 else self._damage(checkpoints)
         raise RuntimeError(f"{name} did not finish in {MAX_ATTEMPTS} attempts")
 
-    def _undisturbed(self, config: TaskConfig) -> Attempt:
-        self.tally.attempts["undisturbed"] += 1
+    def _without_failure(self, config: TaskConfig) -> Attempt:
+        self.tally.attempts["no failure"] += 1
         return run_attempt(config, start=self.start)
 
     def _attempt(self, config: TaskConfig) -> Attempt:
@@ -278,7 +278,7 @@ class _Chaos:
         both = how in {"kill", "fail"} and self.random.random() < 0.2
         failure = PlannedFailure(point, nth, how, free_bytes=self.random.randrange(ROOM))
         attempt = run_attempt(config, dict.fromkeys(range(RANKS) if both else [rank], failure), start=self.start)
-        self.tally.attempts[how if attempt.point is not None else "undisturbed"] += 1
+        self.tally.attempts[how if attempt.point is not None else "no failure"] += 1
         if attempt.point is not None:
             self.tally.points_used.add((attempt.point, how))
             self.tally.in_saving += how == "kill" and attempt.in_saving

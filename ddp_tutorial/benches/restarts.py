@@ -1,4 +1,4 @@
-"""Kill ranks of small runs under torchrun; each run must be bitwise identical to an undisturbed run.
+"""Kill ranks of small runs under torchrun; each run must be bitwise identical to an uninterrupted run.
 
 In each attempt, a rank is killed with SIGKILL at a randomly chosen point (see attempts.py). torchrun terminates the
 other rank and restarts both, and they resume with `resume: auto`. No process may be left behind.
@@ -47,9 +47,9 @@ def measure_restarts(kills: int, seed: int = 0, report: Callable[[str], None] = 
 
     Returns:
         The report. `in_saving` counts the kills during a save. `attempts` counts all attempts, including that of the
-        undisturbed run. `rejoined` counts the attempts after a kill whose ranks all joined. `seconds` is the median
+        uninterrupted run. `rejoined` counts the attempts after a kill whose ranks all joined. `seconds` is the median
         time from a kill until all ranks of the next attempt have joined. `bit_equal` is whether the weights, losses and
-        gradient norms of every run are identical to those of the undisturbed run. `leftover_processes` counts the
+        gradient norms of every run are identical to those of the uninterrupted run. `leftover_processes` counts the
         processes left behind.
     """
     rng, before, counted = random.Random(seed), Path.cwd(), {"kills": 0, "in_saving": 0, "attempts": 1, "rejoined": 0}
@@ -57,8 +57,8 @@ def measure_restarts(kills: int, seed: int = 0, report: Callable[[str], None] = 
     with tempfile.TemporaryDirectory(prefix="restarts-") as name:
         os.chdir(name)
         try:
-            torchrun("undisturbed", [])
-            expected = outcome("undisturbed")
+            torchrun("uninterrupted", [])
+            expected = outcome("uninterrupted")
             while counted["kills"] < kills or not runs:
                 planned_kills = [(rng.randrange(RANKS), rng.randrange(1, POINTS)) for _ in range(min(KILLS, kills))]
                 notes = torchrun(f"run{runs}", planned_kills)

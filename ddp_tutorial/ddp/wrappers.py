@@ -565,7 +565,7 @@ def all_reduce_used(model: DataParallel, link: Link) -> list[tuple[str, nn.Param
     model.check()
     mine = [parameter.grad is not None for _, parameter in model.trainable]
     counts = torch.tensor(mine, dtype=torch.int32, device=model.world.device)
-    link.all_reduce(counts, "who uses what").wait()
+    link.all_reduce(counts, "used parameters").wait()
     if not model.find_unused_parameters and bool((counts < model.world.size).any()):
         unused = all_gather(model.world, [name for name, parameter in model.trainable if parameter.grad is None])
         raise _unused_error(dict(enumerate(unused)))

@@ -230,7 +230,7 @@ resume = Exercise(
 
 # -------------------------------------------------------------------------------------------------------- 3. a detector
 
-Deal = Callable[[int, int, int, int], Iterator[int]]
+Sharding = Callable[[int, int, int, int], Iterator[int]]
 
 
 def _strided(samples: int, rank: int, size: int, epoch: int) -> Iterator[int]:
@@ -272,7 +272,7 @@ def _cropped(samples: int, rank: int, size: int, epoch: int) -> Iterator[int]:
     return iter(range(rank, samples // size * size, size))
 
 
-def _dealt_twice(samples: int, rank: int, size: int, epoch: int) -> Iterator[int]:
+def _sharded_twice(samples: int, rank: int, size: int, epoch: int) -> Iterator[int]:
     return iter(range(rank, samples, size)[rank::size])
 
 
@@ -302,10 +302,14 @@ def _fails_without_samples(samples: int, rank: int, size: int, epoch: int) -> It
 
 
 # The first two dicts are shown to the learner, the others are hidden.
-RIGHT: dict[str, Deal] = {"round-robin": _strided, "blocks": _in_blocks, "shuffled by epoch": _shuffled}
-WRONG: dict[str, Deal] = {"all samples on all ranks": _everything, "padded": _padded, "dealt twice": _dealt_twice}
-UNSEEN_RIGHT: dict[str, Deal] = {"all to the last rank": _all_to_the_last, "by turns": _turns}
-UNSEEN_WRONG: dict[str, Deal] = {
+RIGHT: dict[str, Sharding] = {"round-robin": _strided, "blocks": _in_blocks, "shuffled by epoch": _shuffled}
+WRONG: dict[str, Sharding] = {
+    "all samples on all ranks": _everything,
+    "padded": _padded,
+    "sharded twice": _sharded_twice,
+}
+UNSEEN_RIGHT: dict[str, Sharding] = {"all to the last rank": _all_to_the_last, "by turns": _turns}
+UNSEEN_WRONG: dict[str, Sharding] = {
     "shuffled by rank": _shuffled_by_rank,
     "the remainder is dropped": _cropped,
     "right on one and two ranks only": _for_two_ranks,
@@ -317,7 +321,7 @@ UNSEEN_WRONG: dict[str, Deal] = {
 
 
 def _verdicts(world: World, answer: Answer) -> dict[str, object]:
-    return {name: answer(deal) for name, deal in {**RIGHT, **WRONG, **UNSEEN_RIGHT, **UNSEEN_WRONG}.items()}
+    return {name: answer(sharding) for name, sharding in {**RIGHT, **WRONG, **UNSEEN_RIGHT, **UNSEEN_WRONG}.items()}
 
 
 def _test_detector(answer: Answer) -> str:
@@ -336,17 +340,17 @@ def _test_detector(answer: Answer) -> str:
     return f"Your detector finds all {bugs} bugs, and raises no false alarm for {right} right programs."
 
 
-def _find_bad_deal(deal: Deal) -> bool:
+def _find_bad_sharding(sharding: Sharding) -> bool:
     for samples in (1, 2, 7, 12, 24, 25):
         for size in (1, 2, 3, 4, 5):
             for epoch in range(3):
-                dealt: list[int] = []
+                found: list[int] = []
                 for rank in range(size):
                     try:
-                        dealt += islice(deal(samples, rank, size, epoch), samples + 1)  # the share may be infinite
+                        found += islice(sharding(samples, rank, size, epoch), samples + 1)  # the share may be infinite
                     except Exception:
                         return True
-                if sorted(dealt) != list(range(samples)):
+                if sorted(found) != list(range(samples)):
                     return True
     return False
 
@@ -365,12 +369,12 @@ def _looking(
 ) -> Answer:
     """Return the solution with fewer or different checks."""
 
-    def answer(deal: Deal) -> bool:
+    def answer(sharding: Sharding) -> bool:
         for n in samples:
             for size in sizes:
                 for epoch in range(epochs):
                     try:
-                        shares = [deal(n, rank, size, epoch) for rank in range(size)]
+                        shares = [sharding(n, rank, size, epoch) for rank in range(size)]
                         if bad([list(islice(each, n + 1) if limited else each) for each in shares], n):
                             return True
                     except (IndexError, ValueError):
@@ -380,13 +384,13 @@ def _looking(
     return answer
 
 
-find_bad_deal = Exercise(
+find_bad_sharding = Exercise(
     task=(
-        "find_bad_deal(deal): deal(samples, rank, size, epoch) returns an iterator over one rank's samples. Return "
-        "True if, for some number of samples, number of ranks or epoch, a sample occurs twice or never."
+        "find_bad_sharding(sharding): sharding(samples, rank, size, epoch) returns an iterator over one rank's "
+        "samples. Return True if, for some number of samples, number of ranks or epoch, a sample occurs twice or never."
     ),
     test=_test_detector,
-    solution=_find_bad_deal,
+    solution=_find_bad_sharding,
     wrong={
         "tries two ranks only": _looking(sizes=(2,)),
         "tries the first epoch only": _looking(epochs=1),
@@ -397,7 +401,7 @@ find_bad_deal = Exercise(
             bad=lambda s, n: _all(s) != list(range(n)) or max(map(len, s)) - min(map(len, s)) > 1
         ),
         "reads each share to its end": _looking(limited=False),
-        "never raises an alarm": lambda deal: False,
+        "never raises an alarm": lambda sharding: False,
     },
     hints=(
         "Concatenate the shares of all ranks for one world size and one epoch. What must the result contain?",

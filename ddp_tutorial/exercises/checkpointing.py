@@ -587,7 +587,7 @@ def _judge(notes: dict[str, dict[int, Any]], durable: int, happened: str) -> int
             f"{happened} Then `load` returned step {step}, although `save` had returned for step {durable}.",
         )
     for rank, (right, _) in notes["done"].items():
-        expect(right, f"{happened} Then rank {rank} finished with a different state than an undisturbed run.")
+        expect(right, f"{happened} Then rank {rank} finished with a different state than an uninterrupted run.")
     return max([durable, *loaded, *notes["saved"].values()])
 
 
@@ -609,7 +609,7 @@ def _survive(world: World, answer: Any) -> str:
     chance = random.Random(0)
     torch.set_num_threads(1)
     with TemporaryDirectory(prefix="chaos-") as name:
-        first = _attempt(answer, Path(name) / "undisturbed", {})
+        first = _attempt(answer, Path(name) / "uninterrupted", {})
         _judge(first, 0, "No rank was killed.")
         lines = {rank: seen for rank, (_, seen) in first["done"].items()}
         kills, runs = 0, 0

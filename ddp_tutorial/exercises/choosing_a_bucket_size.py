@@ -99,7 +99,7 @@ def _samples(latency: float, bandwidth: float, seed: int) -> list[tuple[int, flo
     for size in sizes:
         for trial in range(25):
             seconds = (latency + size / bandwidth) * (1 + 0.02 * generator.random())
-            delayed = trial > 2 and generator.random() < 0.8  # at least three are undisturbed
+            delayed = trial > 2 and generator.random() < 0.8  # at least three are not delayed
             samples.append((size, seconds * generator.uniform(1.5, 6) + 0.001 if delayed else seconds))
     generator.shuffle(samples)
     return samples

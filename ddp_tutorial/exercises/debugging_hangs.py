@@ -21,7 +21,7 @@ Places = dict[str | None, list[int]]  # the ranks that are in each collective, o
 
 # ----------------------------------------------------------------------------------------------------- 1. stop together
 
-HeldOut = Callable[[], tuple[float, int]]
+Validate = Callable[[], tuple[float, int]]
 _MOST = 6
 _FALLS_TO_3: list[tuple[float, int]] = [(9, 2), (6, 2), (4, 2), (5, 2)]
 _RISES_AT_2: list[tuple[float, int]] = [(4, 2), (5, 2), (5, 2), (6, 2)]
@@ -62,11 +62,11 @@ def _run_story(world: World, answer: Answer, mine: list[tuple[float, int]]) -> t
         expect(made <= 2 * _MOST, f"Take at most `most` = {_MOST} steps, got {made}.")
         dist.all_reduce(torch.ones(3))
 
-    def held_out() -> tuple[float, int]:
+    def validate() -> tuple[float, int]:
         return mine[min(made, len(mine)) - 1]
 
     with watching(world, 2.0):
-        returned = answer(world, step, held_out, _MOST)
+        returned = answer(world, step, validate, _MOST)
         dist.barrier()
     return returned, made
 
@@ -87,12 +87,12 @@ def _test_flat(answer: Answer) -> str:
     return "All ranks stop at the same step, decided by the mean over all samples."
 
 
-def _train_until_flat(world: World, step: Callable[[], None], held_out: HeldOut, most: int) -> int:
+def _train_until_flat(world: World, step: Callable[[], None], validate: Validate, most: int) -> int:
     best, steps = float("inf"), 0
     while steps < most:
         step()
         steps += 1
-        both = torch.tensor(held_out())  # a sum and a count, which can be summed over ranks
+        both = torch.tensor(validate())  # a sum and a count, which can be summed over ranks
         dist.all_reduce(both)
         mean = (both[0] / both[1]).item()  # the same on all ranks, so all ranks decide the same
         if mean >= best:
@@ -104,12 +104,12 @@ def _train_until_flat(world: World, step: Callable[[], None], held_out: HeldOut,
 def _stopping(flat: Callable[[World, float, int, float], tuple[bool, float]]) -> Answer:
     """Return the loop with the decision `flat(world, total, count, best)`, which returns (stop, loss)."""
 
-    def answer(world: World, step: Callable[[], None], held_out: HeldOut, most: int) -> int:
+    def answer(world: World, step: Callable[[], None], validate: Validate, most: int) -> int:
         best, steps = float("inf"), 0
         while steps < most:
             step()
             steps += 1
-            stop, loss = flat(world, *held_out(), best)
+            stop, loss = flat(world, *validate(), best)
             if stop:
                 break
             best = min(best, loss)
@@ -152,8 +152,8 @@ def _asks_if_it_is_flat(world: World, total: float, count: int, best: float) -> 
 
 train_until_flat = Exercise(
     task=(
-        "train_until_flat(world, step, held_out, most): take at most `most` steps, until the mean validation loss over "
-        "all ranks' samples stops falling; held_out() returns this rank's loss sum and count. Return the step count."
+        "train_until_flat(world, step, validate, most): take at most `most` steps, until the mean validation loss over "
+        "all ranks' samples stops falling; validate() returns this rank's loss sum and count. Return the step count."
     ),
     test=_test_flat,
     solution=_train_until_flat,
@@ -168,7 +168,7 @@ train_until_flat = Exercise(
     hints=(
         "Which variable decides about `break`? It must have the same value on all ranks in every step.",
         "You can sum a loss sum and a count over ranks, but not a mean: use one all-reduce of two numbers.",
-        "In every step, before the `if`: both = torch.tensor(held_out()), all-reduce it, and divide.",
+        "In every step, before the `if`: both = torch.tensor(validate()), all-reduce it, and divide.",
     ),
 )
 

@@ -43,11 +43,11 @@ def _run_train_and_evaluate(world: World, answer: Answer) -> None:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     generator = torch.Generator().manual_seed(world.rank)
     for step in (1, 2):
-        x, held_out = torch.randn(8, 2, generator=generator) + world.rank, torch.randn(5, 2, generator=generator)
+        x, validation = torch.randn(8, 2, generator=generator) + world.rank, torch.randn(5, 2, generator=generator)
         before = model.get_parameter("0.weight").detach().clone()
-        result = answer(world, ddp, optimizer, x, held_out)
+        result = answer(world, ddp, optimizer, x, validation)
         _expect_in_step(world, model, before, step)
-        _expect_evaluated(world, model, held_out, result)
+        _expect_evaluated(world, model, validation, result)
         expect(
             ddp.training and model.training,
             "The model is still in evaluation mode at the next training step: switch back with .train().",
@@ -66,7 +66,7 @@ def _expect_in_step(world: World, model: nn.Sequential, before: torch.Tensor, st
     )
 
 
-def _expect_evaluated(world: World, model: nn.Sequential, held_out: torch.Tensor, result: Any) -> None:
+def _expect_evaluated(world: World, model: nn.Sequential, validation: torch.Tensor, result: Any) -> None:
     if not world.is_main:
         expect(result is None, f"Rank {world.rank} must return None, got {result!r}.")
         return
@@ -85,14 +85,14 @@ def _expect_evaluated(world: World, model: nn.Sequential, held_out: torch.Tensor
     problem = bare.load_state_dict(weights, strict=False)
     expect(not any(problem), f"A plain model cannot load these weights: {problem}.")
     with torch.no_grad():
-        in_training, true = (float(bare.train(mode)(held_out).square().mean()) for mode in (True, False))
+        in_training, true = (float(bare.train(mode)(validation).square().mean()) for mode in (True, False))
         bare.load_state_dict(weights)
-        true = float(bare.eval()(held_out).square().mean())
+        true = float(bare.eval()(validation).square().mean())
     if abs(loss - in_training) < 1e-6 < abs(loss - true):
         found = "This is the loss in training mode: call .eval() first."
     else:
         found = "Evaluate after the step, with BatchNorm in evaluation mode."
-    expect(abs(loss - true) < 1e-6, f"The loss on held_out must be {true:.5f}, got {loss:.5f}. {found}")
+    expect(abs(loss - true) < 1e-6, f"The loss on validation must be {true:.5f}, got {loss:.5f}. {found}")
 
 
 def _test_train_and_evaluate(answer: Answer) -> str:
@@ -106,7 +106,7 @@ def _train_and_evaluate(
     ddp: DistributedDataParallel,
     optimizer: torch.optim.Optimizer,
     x: torch.Tensor,
-    held_out: torch.Tensor,
+    validation: torch.Tensor,
 ) -> Evaluated:
     optimizer.zero_grad()
     ddp(x).square().mean().backward()  # through ddp, which averages the gradients
@@ -115,7 +115,7 @@ def _train_and_evaluate(
         return None
     ddp.module.eval()
     with torch.no_grad():
-        loss = ddp.module(held_out).square().mean()  # through the module, because only rank 0 is here
+        loss = ddp.module(validation).square().mean()  # through the module, because only rank 0 is here
     ddp.module.train()
     return loss.item(), ddp.module.state_dict()
 
@@ -130,7 +130,7 @@ def _with_ways(
         ddp: DistributedDataParallel,
         optimizer: torch.optim.Optimizer,
         x: torch.Tensor,
-        held_out: torch.Tensor,
+        validation: torch.Tensor,
     ) -> Evaluated:
         ways = {"ddp": ddp, "module": ddp.module}
         optimizer.zero_grad()
@@ -140,7 +140,7 @@ def _with_ways(
             return None
         ddp.train(mode)
         with torch.no_grad():
-            loss = ways[evaluate](held_out).square().mean()
+            loss = ways[evaluate](validation).square().mean()
         ddp.train(back)
         return loss.item(), ways[save].state_dict()
 
@@ -149,8 +149,8 @@ def _with_ways(
 
 train_and_evaluate = Exercise(
     task=(
-        "train_and_evaluate(world, ddp, optimizer, x, held_out): on all ranks, take one SGD step on the mean squared "
-        "output for x; then on rank 0 only, evaluate held_out and return (loss, state dict for a plain model)."
+        "train_and_evaluate(world, ddp, optimizer, x, validation): on all ranks, take one SGD step on the mean squared "
+        "output for x; then on rank 0 only, evaluate validation and return (loss, state dict for a plain model)."
     ),
     test=_test_train_and_evaluate,
     solution=_train_and_evaluate,

@@ -17,53 +17,55 @@ from ddp_tutorial.world import World
 # ------------------------------------------------------------------------------------------------- 1. split the samples
 
 
-def _test_deal(answer: Answer) -> str:
+def _test_shard(answer: Answer) -> str:
     for samples, size in ((8, 2), (7, 2), (10, 3), (3, 4), (0, 2), (1, 1)):
         indices = list(range(100, 100 + samples))
         parts = [[int(i) for i in answer(indices, rank, size)] for rank in range(size)]
-        dealt = sorted(index for part in parts for index in part)
+        assigned = sorted(index for part in parts for index in part)
         case = f"For {samples} samples and {size} ranks you returned {parts}"
-        padded = len(dealt) == -(-samples // size) * size and set(dealt) == set(indices)
+        padded = len(assigned) == -(-samples // size) * size and set(assigned) == set(indices)
         note = " (DistributedSampler pads like this by default. Here, every sample must count once.)" if padded else ""
-        expect(len(dealt) == len(set(dealt)), f"{case}: two ranks have the same sample, which counts twice.{note}")
-        expect(dealt == indices, f"{case}: not every sample is assigned to a rank.")
+        expect(
+            len(assigned) == len(set(assigned)), f"{case}: two ranks have the same sample, which counts twice.{note}"
+        )
+        expect(assigned == indices, f"{case}: not every sample is assigned to a rank.")
         lengths = [len(part) for part in parts]
         expect(max(lengths) - min(lengths) <= 1, f"{case}: one rank has much more work, and the others wait for it.")
     return "Every sample is assigned to exactly one rank, and the ranks' sample counts differ by at most one."
 
 
-def _deal(indices: list[int], rank: int, size: int) -> list[int]:
+def _shard(indices: list[int], rank: int, size: int) -> list[int]:
     return indices[rank::size]
 
 
-def _deal_floor(indices: list[int], rank: int, size: int) -> list[int]:
+def _shard_floor(indices: list[int], rank: int, size: int) -> list[int]:
     share = len(indices) // size
     return indices[rank * share : (rank + 1) * share]
 
 
-def _deal_all(indices: list[int], rank: int, size: int) -> list[int]:
+def _shard_all(indices: list[int], rank: int, size: int) -> list[int]:
     return indices
 
 
-def _deal_padded(indices: list[int], rank: int, size: int) -> list[int]:
+def _shard_padded(indices: list[int], rank: int, size: int) -> list[int]:
     padded = indices + indices[: -len(indices) % size]
     return padded[rank::size]
 
 
-def _deal_rest_to_last(indices: list[int], rank: int, size: int) -> list[int]:
+def _shard_rest_to_last(indices: list[int], rank: int, size: int) -> list[int]:
     share = len(indices) // size
     return indices[rank * share :] if rank == size - 1 else indices[rank * share : (rank + 1) * share]
 
 
-deal_samples = Exercise(
-    task="deal(indices, rank, size): return the indices that this rank should process.",
-    test=_test_deal,
-    solution=_deal,
+shard_samples = Exercise(
+    task="shard(indices, rank, size): return the indices that this rank should process.",
+    test=_test_shard,
+    solution=_shard,
     wrong={
-        "drops the remainder": _deal_floor,
-        "gives every sample to every rank": _deal_all,
-        "pads with copies": _deal_padded,
-        "gives the remainder to the last rank": _deal_rest_to_last,
+        "drops the remainder": _shard_floor,
+        "gives every sample to every rank": _shard_all,
+        "pads with copies": _shard_padded,
+        "gives the remainder to the last rank": _shard_rest_to_last,
     },
     hints=(
         "Think of dealing cards: one card to each player, then start again with the first player.",

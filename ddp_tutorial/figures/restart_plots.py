@@ -57,12 +57,12 @@ def attempts(
     """Draw a run that was killed and restarted: the step over time, and the losses of all attempts.
 
     Args:
-        whole: The (steps, losses) of the undisturbed run.
+        whole: The (steps, losses) of the uninterrupted run.
         parts: The (seconds, steps, losses) of each attempt, by name.
         title: The title of the figure.
     """
     figure, (left, right) = plt.subplots(1, 2, figsize=(10, 3.9))
-    right.plot(*whole, color="#cccccc", linewidth=7, label="undisturbed")
+    right.plot(*whole, color="#cccccc", linewidth=7, label="uninterrupted")
     for (name, (seconds, steps, losses)), color, dash in zip(parts.items(), cycle(COLORS), cycle(DASHES)):
         left.plot(seconds, steps, color=color, linewidth=2.4)
         left.plot(seconds[-1], steps[-1], "x" if name != list(parts)[-1] else "o", color=color, markersize=9)

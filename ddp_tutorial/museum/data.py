@@ -39,7 +39,7 @@ def shuffles_files_by_rank(world: World) -> Result:
     return {"seen": train[world.rank :: world.size], "held_out": test}
 
 
-# ---------------------------------------------------------------------------------------------------------- dealt twice
+# -------------------------------------------------------------------------------------------------------- sharded twice
 
 
 def deals_twice(world: World) -> Result:

@@ -60,9 +60,9 @@ def train_with(world: World, names: Sequence[str], work: Work) -> dict[str, Outc
 def resume_with(world: World, names: Sequence[str], work: Work, after: int) -> dict[str, tuple[Outcome, Outcome]]:
     """Train with each trainer, without and with an interruption. Collective.
 
-    Each trainer runs three times: undisturbed; with a checkpoint after step `after`, killed in the next step; and from
-    that checkpoint to the end. Like a restarted script, the last run starts with a new model and the random state of
-    its seed. Requires at least two ranks.
+    Each trainer runs three times: without interruption; with a checkpoint after step `after`, killed in the next step;
+    and from that checkpoint to the end. Like a restarted script, the last run starts with a new model and the random
+    state of its seed. Requires at least two ranks.
 
     Returns:
         The outcomes of the first and the last run, by name. `seen` starts after step `after`.
@@ -71,7 +71,7 @@ def resume_with(world: World, names: Sequence[str], work: Work, after: int) -> d
     for name in names:
         whole = _Watch()
         with _shared_folder(world):
-            undisturbed = _train(world, name, whole.watching(work))
+            uninterrupted = _train(world, name, whole.watching(work))
         with _shared_folder(world):
             saving, rest = replace(work, save_after=after), _Watch()
             with suppress(_KilledError):
@@ -79,8 +79,8 @@ def resume_with(world: World, names: Sequence[str], work: Work, after: int) -> d
                 raise AssertionError(f"{name} was not killed after step {after}")
             resumed = _train(world, name, rest.watching(replace(saving, resume=True)))
         # Exclude the calls before the first step, in which this package checks the loss and warms up DDP.
-        undisturbed = replace(undisturbed, seen=whole.seen[-work.steps :])
-        outcomes[name] = undisturbed, replace(resumed, seen=rest.seen[after - work.steps :])
+        uninterrupted = replace(uninterrupted, seen=whole.seen[-work.steps :])
+        outcomes[name] = uninterrupted, replace(resumed, seen=rest.seen[after - work.steps :])
     return outcomes
 
 
