@@ -127,7 +127,14 @@ def test_the_quickstart_runs_shows_progress_and_checks_an_answer(opened) -> None
 def test_moving_a_slider_of_a_notebook_changes_its_figure(opened) -> None:
     """Run only the cells that the sliders need. nbval runs the whole notebook."""
     notebook = opened(WITH_WIDGETS)
-    for start in ("epochs: int", "import os", "SAMPLES, BATCH, SIZE", "def by_sample(", "def ranks_of_samples(", "explore("):
+    for start in (
+        "epochs: int",
+        "import os",
+        "SAMPLES, BATCH, SIZE",
+        "def by_sample(",
+        "def ranks_of_samples(",
+        "explore(",
+    ):
         notebook.run(notebook.cell(start))
     assert notebook.errors() == []
     notebook.show(notebook.cell("explore("))
