@@ -83,7 +83,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     folder = tmp_path_factory.mktemp("memory")
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
-        of_ranks = launch(everything, 2, device="cpu", threads=1, echo=False, timeout=120)
+        of_ranks = launch(everything, 2, device="cpu", threads=1, echo=False, timeout=300)
         of_ranks[0]["result"] = json.loads((folder / "runs/torch/result.json").read_text())
         of_ranks[0]["log"] = [(folder / f"runs/torch/rank_{rank}.log").read_text() for rank in range(2)]
     return of_ranks
@@ -166,7 +166,7 @@ def with_workers(world: World) -> dict[str, Any]:
 
 
 def test_a_dead_data_worker_is_restarted_without_changing_the_result() -> None:
-    of_ranks = launch(with_workers, 2, device="cpu", threads=1, echo=False, timeout=120)
+    of_ranks = launch(with_workers, 2, device="cpu", threads=1, echo=False, timeout=300)
     for found in of_ranks:
         for kind in ("sharded", "dispatched", "streamed"):
             assert found[f"{kind}1"] == found[f"{kind}0"]
