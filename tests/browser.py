@@ -44,7 +44,7 @@ def jupyterlab(folder: Path) -> Iterator[str]:
     with (own / "log").open("w") as log:
         lab = subprocess.Popen(command, env=environment, stdout=log, stderr=log, start_new_session=True)
     try:
-        deadline = time.monotonic() + 120
+        deadline = time.monotonic() + 300
         while not (found := list(places["RUNTIME_DIR"].glob("jpserver-*.json"))):
             assert lab.poll() is None, (own / "log").read_text()
             assert time.monotonic() < deadline, (own / "log").read_text()
@@ -90,7 +90,7 @@ class Notebook:
     def ask(self, script: str, *, here: str = HERE) -> Any:
         return self.page.evaluate(f"async () => {{ {here} return {script}; }}")
 
-    def until(self, script: str, what: str, seconds: float = 120, *, here: str = HERE) -> None:
+    def until(self, script: str, what: str, seconds: float = 300, *, here: str = HERE) -> None:
         """Wait until the application reports the condition."""
         deadline = time.monotonic() + seconds
         while not self.ask(script, here=here):
@@ -129,11 +129,11 @@ class Notebook:
         self.page.keyboard.press("Control+Enter")
         self.until(f"nb.widgets[{cell}].model.executionState === 'running' || {done(cell)}", f"cell {cell} runs")
 
-    def wait_for(self, cell: int, seconds: float = 120) -> str:
+    def wait_for(self, cell: int, seconds: float = 300) -> str:
         self.until(f"{READY} && {done(cell)}", f"cell {cell} done", seconds)
         return self.text(cell)
 
-    def run(self, cell: int, seconds: float = 120) -> str:
+    def run(self, cell: int, seconds: float = 300) -> str:
         """Run the cell and return its text."""
         self.ask(f"(nb.widgets[{cell}].model.executionCount = null, true)")
         self.start(cell)

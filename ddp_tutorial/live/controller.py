@@ -29,7 +29,7 @@ LOOK_SECONDS = 0.25
 # Seconds that a rank may wait in a collective for a rank that has already finished the call.
 ENDED_SECONDS = 1.0
 # Seconds that a rank has to stop a call after an interrupt, and that all ranks have to form a process group.
-REACT_SECONDS, MEET_SECONDS = 3.0, 60.0
+REACT_SECONDS, MEET_SECONDS = 10.0, 60.0
 ANSWER_SECONDS = 1.5
 
 
