@@ -716,7 +716,7 @@ def skips_an_update(world: World) -> list[str]:
 
 def test_a_rank_that_skips_an_update_is_reported_on_all_ranks() -> None:
     message = "step 6: the ranks do not update their weights in the same steps: rank 0 in step 6, rank 1 in step 7"
-    assert launch(skips_an_update, 2, device="cpu", echo=False, timeout=60) == [[message] * 2] * 2
+    assert launch(skips_an_update, 2, device="cpu", echo=False, timeout=180) == [[message] * 2] * 2
 
 
 def ends_late(world: World) -> list[Any]:
@@ -735,7 +735,7 @@ def ends_late(world: World) -> list[Any]:
 
 
 def test_a_rank_that_reaches_the_end_late_does_not_block_the_others() -> None:
-    assert launch(ends_late, 2, device="cpu", echo=False, timeout=60) == [[[], True]] * 2
+    assert launch(ends_late, 2, device="cpu", echo=False, timeout=180) == [[[], True]] * 2
 
 
 def ends_differently(world: World, kind: str) -> str:
@@ -752,7 +752,7 @@ def ends_differently(world: World, kind: str) -> str:
 
 
 def test_a_rank_that_takes_fewer_steps_is_reported_on_the_others() -> None:
-    [first, *others] = launch(lambda world: ends_differently(world, "leaves"), 3, device="cpu", echo=False, timeout=60)
+    [first, *others] = launch(lambda world: ends_differently(world, "leaves"), 3, device="cpu", echo=False, timeout=180)
     assert first == "left"
     message = "the ranks take different numbers of steps: rank 0 left the block after step 3"
     assert others == [f"steps: step 4: {message}"] * 2
@@ -760,7 +760,7 @@ def test_a_rank_that_takes_fewer_steps_is_reported_on_the_others() -> None:
 
 def test_a_ranks_own_error_is_raised_unchanged() -> None:
     with pytest.raises(RankError, match="ZeroDivisionError") as caught:
-        launch(lambda world: ends_differently(world, "raises"), 3, device="cpu", echo=False, timeout=60)
+        launch(lambda world: ends_differently(world, "raises"), 3, device="cpu", echo=False, timeout=180)
     assert caught.value.rank == 0
 
 
@@ -788,7 +788,7 @@ def fails_in_step_eleven(world: World, which: tuple[int, ...]) -> str:
 
 
 def test_a_pending_alarm_is_raised_if_all_ranks_fail() -> None:
-    fail = partial(launch, fails_in_step_eleven, 2, device="cpu", echo=False, timeout=60)
+    fail = partial(launch, fails_in_step_eleven, 2, device="cpu", echo=False, timeout=180)
     assert fail((0, 1)) == ["step 10: something is wrong (seen in step 11), no loss"] * 2
     with pytest.raises(RankError, match="no loss") as caught:
         fail((0,))
@@ -809,7 +809,7 @@ def strictly(world: World) -> list[Any]:
 
 
 def test_strict_also_raises_warnings_and_removes_all_hooks() -> None:
-    assert launch(strictly, 2, device="cpu", echo=False, timeout=60) == [["same_random", True, True]] * 2
+    assert launch(strictly, 2, device="cpu", echo=False, timeout=180) == [["same_random", True, True]] * 2
 
 
 def with_other_detectors(world: World) -> None:
@@ -820,7 +820,7 @@ def with_other_detectors(world: World) -> None:
 
 def test_ranks_with_different_detectors_are_rejected() -> None:
     with pytest.raises(RankError, match="the ranks have different detectors"):
-        launch(with_other_detectors, 2, device="cpu", echo=False, timeout=60)
+        launch(with_other_detectors, 2, device="cpu", echo=False, timeout=180)
 
 
 def test_a_single_process_is_checked_too() -> None:

@@ -617,7 +617,7 @@ def test_a_rank_exits_cleanly_while_torchs_threads_hold_tensors(capfd):
             dist.all_reduce(torch.ones(1000), async_op=True)
         return world.rank
 
-    assert launch(leave_work_behind, 2, timeout=60) == [0, 1]
+    assert launch(leave_work_behind, 2, timeout=180) == [0, 1]
     shown = capfd.readouterr().out
     assert shown.count("has called its exit functions") == 2, shown
     assert "terminate called" not in shown

@@ -414,4 +414,4 @@ def nothing_counts(world: World) -> str:
 
 
 def test_a_step_without_counted_elements_is_rejected_on_all_ranks() -> None:
-    assert launch(nothing_counts, 2, device="cpu", threads=1, echo=False, timeout=60) == ["all ranks raised"] * 2
+    assert launch(nothing_counts, 2, device="cpu", threads=1, echo=False, timeout=180) == ["all ranks raised"] * 2
