@@ -37,6 +37,7 @@ from ddp_tutorial.processes.launcher import launch
 from ddp_tutorial.training.config import TaskConfig
 from ddp_tutorial.training.tasks import train
 from ddp_tutorial.world import World
+from ranks import wait_until
 
 RATE = 200e6  # bits per second
 ROOT = Path(__file__).parent.parent
@@ -266,15 +267,11 @@ def test_a_cluster_whose_owner_is_killed_leaves_nothing_behind(allowed: None, tm
     assert owner.stdout is not None
     with owner, owner.stdout:
         assert owner.stdout.readline() == b"up\n"
-        deadline = time.monotonic() + 120
-        while len(sleepers()) < 2 and time.monotonic() < deadline:
-            time.sleep(0.05)
+        wait_until(lambda: len(sleepers()) >= 2, 120)
         assert sleepers(), "nothing to be left behind"
         owner.send_signal(number)
         owner.wait(30)
-    deadline = time.monotonic() + 120
-    while sleepers() and time.monotonic() < deadline:
-        time.sleep(0.05)
+    wait_until(lambda: not sleepers(), 120)
     assert not sleepers()
     assert not list(tmp_path.iterdir())
 
@@ -309,9 +306,7 @@ def test_an_interrupt_leaves_no_stale_answer_and_no_process(two: Cluster) -> Non
     assert asleep.wait(20).code == -signal.SIGKILL
     with interrupted(two):
         two.run("sleep", "4321.25")
-    deadline = time.monotonic() + 120
-    while sleepers() and time.monotonic() < deadline:
-        time.sleep(0.05)
+    wait_until(lambda: not sleepers(), 120)
     assert not sleepers(), "a command goes on which nobody has heard of"
     assert [each.output for each in two.run("hostname")] == ["n0\n", "n1\n"]
 
@@ -327,9 +322,8 @@ def test_a_failed_request_does_not_stop_the_cluster(two: Cluster) -> None:
         with suppress(FailedError):
             assert [each.code for each in two.run("true")] == [0, 0]
     resource.prlimit(box.pid, resource.RLIMIT_NOFILE, limit)
-    deadline = time.monotonic() + 120  # the box reports an exit code before it closes the file of that report
-    while box.num_fds() != room and time.monotonic() < deadline:
-        time.sleep(0.05)
+    # The box reports an exit code before it closes the file of that report.
+    wait_until(lambda: box.num_fds() == room, 120)
     assert box.num_fds() == room, "a failed request left files open"
 
 

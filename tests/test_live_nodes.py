@@ -24,6 +24,7 @@ from ddp_tutorial.live.pool import Ranks
 from ddp_tutorial.live.script import ScriptStep, launch_command, make_script
 from ddp_tutorial.processes.errors import RankError
 from kernel import Kernel
+from ranks import wait_until
 from test_live_ranks import are_together, gone, interrupt_after
 
 IMPORTS = "import os, signal, socket, time, torch, torch.distributed as dist"
@@ -313,9 +314,7 @@ def test_a_cluster_started_by_the_pool_stops_with_it(allowed: None, tmp_path: Pa
         networks = {network_of(each["pid"]) for each in ranks.status()}
         box = psutil.Process(cluster._box.pid).children()[0]
         box.kill()
-        deadline = time.monotonic() + 120
-        while any(each["state"] == "ready" for each in ranks.status()) and time.monotonic() < deadline:
-            time.sleep(0.05)
+        wait_until(lambda: all(each["state"] != "ready" for each in ranks.status()), 120)
         assert ranks.restart() == [0, 1], "a cluster that has gone comes back"
         assert are_together(ranks)
         networks |= {network_of(each["pid"]) for each in ranks.status()}

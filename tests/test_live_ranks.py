@@ -34,6 +34,7 @@ from ddp_tutorial.live.pool import Ranks
 from ddp_tutorial.live.script import ScriptStep, assignment_step, indented, launch_command, make_script
 from ddp_tutorial.processes.errors import RankError
 from kernel import Kernel
+from ranks import wait_until
 
 IMPORTS = "import os, signal, sys, time, torch, torch.distributed as dist"
 PATIENCE = 1.0
@@ -515,9 +516,7 @@ def test_magics_leave_no_ranks_after_the_kernel(notebook, tmp_path):
     pids = json.loads(notebook.run("%ranks get os.getpid()")["result"])
 
     def both_sleep():
-        deadline = time.monotonic() + 120
-        while not all((tmp_path / f"up{rank}").exists() for rank in (0, 1)) and time.monotonic() < deadline:
-            time.sleep(0.05)
+        wait_until(lambda: all((tmp_path / f"up{rank}").exists() for rank in (0, 1)), 120)
 
     sleep = "%%ranks\nimport time\nopen(f'up{world.rank}', 'w').close()\ntime.sleep(1000)"
     asleep = notebook.interrupted(sleep, when=both_sleep)

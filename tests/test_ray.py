@@ -9,7 +9,6 @@ import socket
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -21,6 +20,7 @@ from ddp_tutorial.checkpoint import read_manifest, verify
 from ddp_tutorial.config import from_arguments
 from ddp_tutorial.examples import digits
 from ddp_tutorial.runs.folder import load_run
+from ranks import wait_until
 
 ROOT = Path(__file__).parent.parent
 EXAMPLE = ROOT / "ddp_tutorial" / "examples" / "ray_train.py"
@@ -191,7 +191,5 @@ def test_a_ray_run_that_loses_a_worker_is_bitwise_identical(workdir: Path, folde
 
     # Ray itself listens on the loopback interface only, and all of its processes exit.
     assert {address.removeprefix("::ffff:") for address in told["listening"]} == {"127.0.0.1"}
-    deadline = time.monotonic() + 120
-    while below(folder_of_ray) and time.monotonic() < deadline:
-        time.sleep(0.1)
+    wait_until(lambda: not below(folder_of_ray), 120)
     assert [" ".join(process.cmdline()[:3]) for process in below(folder_of_ray)] == []

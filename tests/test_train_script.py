@@ -15,7 +15,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
 import types
 from datetime import timedelta
 from functools import partial
@@ -39,6 +38,7 @@ from ddp_tutorial.exercises.torchrun import Torchrun
 from ddp_tutorial.exercises.words import Line
 from ddp_tutorial.experiments.notebooks import NOTEBOOKS
 from ddp_tutorial.lessons import train_script as course
+from ranks import wait_until
 
 SAVED, STOP = 17, 37  # steps, of the checkpoint that the kill leaves and of the end
 
@@ -849,7 +849,5 @@ def test_ranks_exit_if_the_checking_process_is_killed(tmp_path):
     finally:
         process.send_signal(signal.SIGKILL)
         process.communicate()
-    deadline = time.monotonic() + 120
-    while marked(mark) and time.monotonic() < deadline:
-        time.sleep(0.05)
+    wait_until(lambda: not marked(mark), 120)
     assert marked(mark) == []
