@@ -2,8 +2,9 @@
 PYTHON ?= python3
 BIN := .venv/bin
 READY := .venv/ready
-# Where it is set, as in many containers, every rank of every test compiles this package anew.
-unexport PYTHONDONTWRITEBYTECODE
+# Many containers set these. With the first, every rank of every test compiles this package anew. With the second, `print`
+# writes a line and its end separately, and the lines of two ranks mix.
+unexport PYTHONDONTWRITEBYTECODE PYTHONUNBUFFERED
 
 .PHONY: setup run lab check test test-python test-restarts test-jupyter test-notebooks test-emulated-gpu matrix notebooks book wheel-check bench clean help
 setup: $(READY)  ## the virtual environment, .venv
