@@ -106,8 +106,8 @@ def raise_if_lost(error: BaseException, peers: Sequence[Peer], rank: int) -> Non
     Raises:
         LostHostError: If `error` is such an error.
     """
-    said = str(error).lower()
-    if peers and isinstance(error, RuntimeError) and any(word in said for word in _LOST):
+    message = str(error).lower()
+    if peers and isinstance(error, RuntimeError) and any(word in message for word in _LOST):
         raise describe_lost_host(error, peers, rank) from error
 
 

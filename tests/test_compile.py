@@ -98,10 +98,10 @@ SAVED = CONFIG.model_copy(update={"checkpoint": {"every": 1}, "best_model": True
 def trained(world: World, how: Callable[[nn.Module], nn.Module], **options: Any) -> TrainResult:
     """Train a model that was compiled before the trainer is made."""
     config = SAVED.model_copy(update=options)
-    _, held_out = samples_of(config, world)
+    _, validation = samples_of(config, world)
     model = how(model_of(config))
     return Trainer(
-        model, source_of(config, world), task_of(config).loss, world, config, validation_data=held_out
+        model, source_of(config, world), task_of(config).loss, world, config, validation_data=validation
     ).train()
 
 

@@ -79,7 +79,7 @@ def apart(one: Sequence[float], other: Sequence[float], steps: int) -> float:
 
 def test_the_digits_are_those_of_scikit_learn() -> None:
     tables = [
-        pyarrow.parquet.read_table(ROOT / "data" / "digits" / f"{part}.parquet") for part in ("train", "held_out")
+        pyarrow.parquet.read_table(ROOT / "data" / "digits" / f"{part}.parquet") for part in ("train", "validation")
     ]
     assert [table.num_rows for table in tables] == [1437, 360]
     pixels = np.array([row for table in tables for row in table["pixels"].to_pylist()])
@@ -269,15 +269,15 @@ def finetune_in_several_ways(world: World, ways: dict[str, list[str]]) -> dict[s
 def test_ragged_texts_give_the_same_losses_for_any_distribution() -> None:
     pytest.importorskip("transformers")
     few = ["steps=6", "eval_samples=19", "eval_every=6"]
-    losses, held_out = [], []
+    losses, validation = [], []
     for nprocs in (1, 2):
         ways = {f"{nprocs}-{parts}": [*few, f"accumulation={parts}"] for parts in (1, 2)}
         ranks = launch(finetune_in_several_ways, nprocs, ways, threads=1, echo=False, timeout=170)
         assert all(each[name].weights == ranks[0][name].weights for each in ranks for name in ways)
         losses += [result.losses for result in ranks[0].values()]
-        held_out += [result.eval_losses[6] for result in ranks[0].values()]
+        validation += [result.eval_losses[6] for result in ranks[0].values()]
     assert all(apart(losses[0], other, 6) < 1e-5 for other in losses[1:])
-    assert max(held_out) - min(held_out) < 1e-5
+    assert max(validation) - min(validation) < 1e-5
 
 
 def test_finetune_resumes_bitwise_identically() -> None:

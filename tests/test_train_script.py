@@ -509,9 +509,9 @@ def sharded_parts(world):
     model = script.make_parts(args, torch.device("cpu"))["model"]
     rows = [parameter.to_local().shape[0] for parameter in model.parameters()]
     policies = [layer._get_fsdp_state()._mp_policy for layer in model if isinstance(layer, script.FSDPModule)]
-    held_out = script.Digits(DATA / "held_out.parquet")
-    held_out.digits = held_out.digits[:49]  # on two ranks, rank 1 has no sample in the last batch
-    samples = script.evaluate(model, held_out, args, torch.device("cpu"))[2]
+    validation = script.Digits(DATA / "validation.parquet")
+    validation.digits = validation.digits[:49]  # on two ranks, rank 1 has no sample in the last batch
+    samples = script.evaluate(model, validation, args, torch.device("cpu"))[2]
     return rows, [(policy.param_dtype, policy.reduce_dtype) for policy in policies], samples
 
 
@@ -621,7 +621,7 @@ def test_on_gpus_a_rank_uses_the_gpu_of_its_local_rank_and_nccl(number, monkeypa
 @pytest.mark.parametrize("number", ["06", "07"])
 def test_the_batch_must_be_a_multiple_of_the_world_size_until_08(number):
     script = imported(number)
-    data, args = script.Digits(DATA / "held_out.parquet"), script.parse_args(["model.pt", "--workers=0"])
+    data, args = script.Digits(DATA / "validation.parquet"), script.parse_args(["model.pt", "--workers=0"])
     with pytest.raises(ValueError, match="--batch must be a multiple of the world size, got 48 on 5 ranks"):
         script.make_loader(data, args, 0, 5)
     loaders = [script.make_loader(data, args, rank, 3) for rank in range(3)]
@@ -634,7 +634,7 @@ def test_the_batch_must_be_a_multiple_of_the_world_size_until_08(number):
 @pytest.mark.parametrize(("batch", "ranks"), [(48, 5), (50, 3), (359, 2), (357, 4)])
 def test_from_08_any_number_of_ranks_splits_each_batch_without_padding(batch, ranks):
     script = imported(LAST)
-    data, args = script.Digits(DATA / "held_out.parquet"), script.parse_args(["model", f"--batch={batch}"])
+    data, args = script.Digits(DATA / "validation.parquet"), script.parse_args(["model", f"--batch={batch}"])
     samplers = [script.ResumableSampler(len(data), args.batch, rank, ranks) for rank in range(ranks)]
     batches = list(script.ResumableSampler(len(data), args.batch, 0, 1))
     assert sorted(chain(*batches)) == list(range(360))

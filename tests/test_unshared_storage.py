@@ -72,7 +72,7 @@ def on_nodes(world: World) -> dict[str, Any]:
         told[name] = error_of(lambda resume=resume: find_resume_point(world, Path("mine"), resume, {"steps": 1}))  # type: ignore[misc]
     told["gone"] = error_of(lambda: find_resume_point(world, Path("gone"), "gone", {}))
     told |= {f"data: {name}": error_of(lambda make=make: make(world)) for name, make in SOURCES.items()}  # type: ignore[misc]
-    told["held out"] = error_of(lambda: held_out(world))
+    told["validation"] = error_of(lambda: validation(world))
     told["task"] = error_of(lambda: train(world, TASK))
     told["checkpoints"] = error_of(lambda: train(world, SAVING))
     told["runs"] = Path("runs").exists()
@@ -104,7 +104,7 @@ SOURCES = {
 }
 
 
-def held_out(world: World) -> None:
+def validation(world: World) -> None:
     source = make_source(TensorDataset(torch.zeros(8, 1)), 4, world)
     loss = lambda model, batch: (F.mse_loss(model(batch[0]), batch[0], reduction="sum"), len(batch[0]))  # noqa: E731
     Trainer(nn.Linear(1, 1), source, loss, world, TrainConfig(name="mine"), validation_data=tensors(world))
@@ -157,7 +157,7 @@ def test_rows_that_may_be_random_are_only_counted(told: Any) -> None:
 
 def test_different_validation_data_are_rejected_before_a_folder_exists(told: Any) -> None:
     for each in told:
-        assert each["held out"].startswith(
+        assert each["validation"].startswith(
             "ConfigError: rank 1 has the same number of validation samples as rank 0, but"
         )
         assert each["task"].startswith("ConfigError: rank 1 has the same number of training samples as rank 0, but")

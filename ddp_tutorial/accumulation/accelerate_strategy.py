@@ -140,14 +140,14 @@ def _environment_of(world: World) -> Iterator[None]:
     Without them, Accelerate would ignore Slurm's variables, start a process group for a single rank of torchrun, and
     change the number of threads.
     """
-    told = {
+    configured = {
         "RANK": world.rank,
         "WORLD_SIZE": world.size,
         "LOCAL_RANK": world.local_rank,
         "LOCAL_WORLD_SIZE": world.local_size,
     }
     before = dict(os.environ)
-    for name, number in told.items():
+    for name, number in configured.items():
         os.environ.pop(name, None)
         if world.size > 1:
             os.environ[name] = str(number)

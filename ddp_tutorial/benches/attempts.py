@@ -224,11 +224,11 @@ def run_attempt(
         codes = [rank.exitcode for rank in ranks]
         hits = [json.loads(note.read_text()) for note in notes.glob("hit.*")]
         refused = {int(note.suffix[1:]): note.read_text() for note in notes.glob("refused.*")}
-        said = "\n".join([*refused.values(), *_last_words(notes)])
+        output = "\n".join([*refused.values(), *_last_words(notes)])
         if late:
-            raise RuntimeError(f"{config.name} hangs after {hits or 'no failures'}, with exit codes {codes}: {said}")
+            raise RuntimeError(f"{config.name} hangs after {hits or 'no failures'}, with exit codes {codes}: {output}")
         if not hits and not where and any(codes):
-            raise RuntimeError(f"{config.name} exited with {codes} without an injected failure: {said}")
+            raise RuntimeError(f"{config.name} exited with {codes} without an injected failure: {output}")
         published = notes / "published"
         return Attempt(
             point=hits[0]["point"] if hits else None,

@@ -68,8 +68,8 @@ def measure_restarts(kills: int, seed: int = 0, report: Callable[[str], None] = 
                 counted["in_saving"] += sum(hit["in_saving"] for hit in hits.values())
                 counted["attempts"] += sum((notes / str(attempt)).is_dir() for attempt in up)
                 again = [(_time_of(notes / str(attempt)), up.get(attempt + 1)) for attempt in hits]
-                counted["rejoined"] += sum(met is not None for _, met in again)
-                seconds += [met - killed for killed, met in again if met is not None]
+                counted["rejoined"] += sum(rejoined_at is not None for _, rejoined_at in again)
+                seconds += [rejoined_at - killed for killed, rejoined_at in again if rejoined_at is not None]
                 bit_equal = bit_equal and outcome(f"run{runs}") == expected
                 leftover_processes += leftovers(Path.cwd())
                 runs += 1
@@ -138,8 +138,8 @@ def torchrun(name: str, planned_kills: Sequence[tuple[int, int]]) -> Path:
 
 def _all_up(notes: Path) -> float | None:
     """Return the time at which the last rank of an attempt joined, or None if a rank never joined."""
-    met = [float(note.read_text()) for note in notes.glob("up.*")]
-    return max(met) if len(met) == RANKS else None
+    rejoined_at = [float(note.read_text()) for note in notes.glob("up.*")]
+    return max(rejoined_at) if len(rejoined_at) == RANKS else None
 
 
 def _time_of(notes: Path) -> float:

@@ -1,8 +1,8 @@
 """Emulate several machines on one Linux machine with `Cluster`.
 
     with Cluster(nodes=2, rate="1gbit") as cluster:
-        for ended in cluster.run("hostname"):
-            print(ended.node, ended.output)
+        for finished in cluster.run("hostname"):
+            print(finished.node, finished.output)
         cluster.torchrun("-m", "ddp_tutorial", "train", "tiny")
         speeds = cluster.launch(measure)      # measure(world) on every rank
         cluster.disconnect(1)

@@ -76,10 +76,10 @@ class Process:
             data = os.read(self.stdout, 2**16)
         except OSError:
             return False
-        begun = self.text.rfind(b"\n") + 1
+        line_start = self.text.rfind(b"\n") + 1
         self.text += data
         if self.line:
-            *whole, _ = self.text[begun:].split(b"\n")
+            *whole, _ = self.text[line_start:].split(b"\n")
             for each in whole:
                 self.line(self.node, each.decode(errors="replace"))
         return bool(data)
@@ -190,15 +190,15 @@ class Runner:
 
         If a process cannot be started, or on an interrupt, all processes that were started are killed.
         """
-        begun: list[Process] = []
+        started: list[Process] = []
         try:
             for number in range(count):
-                begun.append(begin(number))
+                started.append(begin(number))
         except BaseException:
-            self.end(begun)
+            self.end(started)
             self._box.ask("hello")  # also kills a process whose reply was interrupted
             raise
-        return begun
+        return started
 
     def _running(self) -> list[Process]:
         return [process for process in self._processes if process.code is None]

@@ -9,12 +9,12 @@ from pathlib import Path
 import click
 
 
-def complete_runs(context: click.Context, parameter: click.Parameter, begun: str) -> list[str]:
-    """Return the names of runs that start with `begun`, for the shell's completion."""
+def complete_runs(context: click.Context, parameter: click.Parameter, incomplete: str) -> list[str]:
+    """Return the names of runs that start with `incomplete`, for the shell's completion."""
     from ddp_tutorial.files import RUNS
     from ddp_tutorial.runs.summaries import find_runs
 
-    return [name for path in find_runs() if (name := str(path.relative_to(RUNS))).startswith(begun)]
+    return [name for path in find_runs() if (name := str(path.relative_to(RUNS))).startswith(incomplete)]
 
 
 def _use_runs_dir(context: click.Context, parameter: click.Parameter, folder: Path | None) -> None:

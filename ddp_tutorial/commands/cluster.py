@@ -36,6 +36,6 @@ def run(nodes: int, rate: str | None, delay: str | None, separate_folders: bool,
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', os.defpath)}"  # the directory of torchrun
     with Cluster(nodes, rate, delay, shared_folder=not separate_folders) as hosts:
         env_of = [{**hosts.torchrun_env(node), "NODE_RANK": str(node), "PATH": path} for node in range(nodes)]
-        ended = hosts.run(*command, env_of=env_of, line=lambda node, text: click.echo(f"[{node}] {text}"))
-    if failed := [each for each in ended if each.code]:
+        finished = hosts.run(*command, env_of=env_of, line=lambda node, text: click.echo(f"[{node}] {text}"))
+    if failed := [each for each in finished if each.code]:
         raise FailedError(", ".join(f"{each.node} exited with code {each.code}" for each in failed))

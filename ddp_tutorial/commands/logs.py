@@ -232,8 +232,8 @@ def _table(summaries: list["Summary"], speedups: list["Speedup"]) -> str:
     lines = [head, ["---"] * (1 + len(settings)) + ["---"] + ["---:"] * 9]
     for number, (run, relative) in enumerate(zip(summaries, speedups, strict=True)):
         best = run.eval_loss and run.eval_loss.best
-        state, step, loss, held_out, rate, ranks, took, _, path = _cells(run)
-        cells = [path, *(_plain(values[number]) for values in settings.values()), state, step, loss, held_out]
+        state, step, loss, validation_loss, rate, ranks, took, _, path = _cells(run)
+        cells = [path, *(_plain(values[number]) for values in settings.values()), state, step, loss, validation_loss]
         cells += ["-" if best is None else f"{best:.3f}", rate, ranks, took]
         lines.append([*cells, _formatted(relative.speedup, "{:.2f}"), _formatted(relative.efficiency, "{:.0%}")])
     return "\n".join("| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |" for line in lines)
@@ -562,8 +562,8 @@ def tail(run: str, count: int, rank: int, metrics: bool, edit: bool) -> None:
             click.echo(_step(line) if log.suffix == ".jsonl" else line)
     except KeyboardInterrupt:
         sys.exit(130)
-    ended = summarize(folder)
-    click.echo(_state(ended) + (f": {_shortened(ended.failure.error)}" if ended.failure else ""), err=True)
+    summary = summarize(folder)
+    click.echo(_state(summary) + (f": {_shortened(summary.failure.error)}" if summary.failure else ""), err=True)
 
 
 def _step(line: str) -> str:

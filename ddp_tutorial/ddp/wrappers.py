@@ -574,9 +574,9 @@ def all_reduce_used(model: DataParallel, link: Link) -> list[tuple[str, nn.Param
 
 def _unused_error(unused: Mapping[int, Sequence[str]]) -> RuntimeError:
     """Return the error for parameters without a gradient, from their names by rank."""
-    told = "; ".join(f"on rank {rank} {', '.join(map(repr, names))}" for rank, names in unused.items() if names)
+    listed = "; ".join(f"on rank {rank} {', '.join(map(repr, names))}" for rank, names in unused.items() if names)
     return RuntimeError(
-        f"parameters that got no gradient: {told}. The loss does not depend on them. Use them, freeze them with "
+        f"parameters that got no gradient: {listed}. The loss does not depend on them. Use them, freeze them with "
         "requires_grad_(False), or allow it with find_unused_parameters=True."
     )
 

@@ -294,8 +294,8 @@ class Checks:
         if sent.work is None:
             return [sent.rows], []
         sent.work.wait()
-        said, *others = np.split(sent.of_ranks.numpy(), list(accumulate(sent.sizes[:-1])), axis=1)
-        of_ranks = said.view(np.float64).reshape(-1, self.every, self._length).tolist()
+        own, *others = np.split(sent.of_ranks.numpy(), list(accumulate(sent.sizes[:-1])), axis=1)
+        of_ranks = own.view(np.float64).reshape(-1, self.every, self._length).tolist()
         most = max(sum(row[0] > 0 for row in rows) for rows in of_ranks)
         found = [rows[:most] for rows in of_ranks]
         return found, [

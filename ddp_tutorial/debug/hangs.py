@@ -239,7 +239,7 @@ class Watch(threading.Thread):
         seen, now = progress(), time.monotonic()
         if seen != self._seen:
             self._seen, self._since = seen, now
-        is_waiting = any(entered > ended for entered, ended in seen.values())
+        is_waiting = any(entered > left for entered, left in seen.values())
         return is_waiting and seen != self._settled and now - self._since >= self.seconds
 
     def _answer(self) -> None:

@@ -159,12 +159,12 @@ def live_tensors() -> dict[Kind, LiveTensors]:
             continue
         try:
             kind = Kind(tuple(thing.shape), thing.dtype, str(thing.device), thing.grad_fn is not None)
-            storage, size, shown = storage_id(thing), thing.untyped_storage().nbytes(), thing.nbytes
+            storage, size, viewed = storage_id(thing), thing.untyped_storage().nbytes(), thing.nbytes
         except (RuntimeError, NotImplementedError):  # a tensor type without its own storage
             continue
         numbers[kind] += 1
-        if storage not in largest or shown > largest[storage][0]:
-            largest[storage] = shown, size, kind
+        if storage not in largest or viewed > largest[storage][0]:
+            largest[storage] = viewed, size, kind
     nbytes: Counter[Kind] = Counter()
     for _, size, kind in largest.values():
         nbytes[kind] += size

@@ -65,11 +65,11 @@ class NonFinite(Detector):
 
     def check(self, step: int, reports: LocalReport) -> list[Finding]:
         """Return an error with the origin if the gradient of a rank is not finite. Collective."""
-        noted = self._first_norms.pop(step, None)
+        recorded = self._first_norms.pop(step, None)
         if not any(numbers[0] for numbers in reports):
             return []
         is_now = step == self.program.step
-        origins = self.program.gather(self._origin(self._seen) if is_now else noted)
+        origins = self.program.gather(self._origin(self._seen) if is_now else recorded)
         phases = [phase for phase in _PHASES for origin in origins if origin and origin[0] == phase]
         if not phases:
             everyone = tuple(rank for rank, numbers in enumerate(reports) if numbers[0])

@@ -37,9 +37,9 @@ class UnusedParameters(Detector):
         if self._is_allowed or not arrived or self._trained.keys() <= arrived:
             return [0.0]
         names = [name for name, p in self._trained.items() if p.requires_grad and name not in arrived]
-        said = float(crc32(repr(names).encode())) if names else 0.0
-        self._mine[said] = names
-        return [said]
+        fingerprint = float(crc32(repr(names).encode())) if names else 0.0
+        self._mine[fingerprint] = names
+        return [fingerprint]
 
     def check(self, step: int, reports: LocalReport) -> list[Finding]:
         """Return a finding for new unused parameters. Collective if the checksums have not occurred before."""

@@ -47,7 +47,7 @@ class Net(nn.Sequential):
 
 
 def images(part: str) -> TensorDataset:
-    """Return the images [1, 8, 8], with values from 0 to 1, and the digits of `train` or `held_out`."""
+    """Return the images [1, 8, 8], with values from 0 to 1, and the digits of `train` or `validation`."""
     table = pyarrow.parquet.read_table(DATA / f"{part}.parquet")
     pixels = torch.tensor(table["pixels"].to_pylist()).view(-1, 1, 8, 8) / 16
     return TensorDataset(pixels, torch.tensor(table["digit"].to_pylist()))
@@ -75,7 +75,7 @@ def main(world: World, options: Options) -> TrainResult:
         loss,
         world,
         options.model_copy(update={"clip": options.clip}),  # by default, the trainer does not clip for an own optimizer
-        validation_data=images("held_out"),
+        validation_data=images("validation"),
         optimizer=sgd,
         scheduler=partial(OneCycleLR, max_lr=0.05, total_steps=options.schedule_steps or options.steps),
     )

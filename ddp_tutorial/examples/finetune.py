@@ -76,8 +76,8 @@ def main(world: World, options: Options) -> TrainResult:
     """Train on one rank; every rank calls this function."""
     stories = texts()
     source = make_source(stories[150:], options.batch_size, world, seed=options.seed, collate_fn=collate)
-    held_out = as_samples(stories[:150], collate)
-    result = Trainer(model_of(options), source, loss, world, options, validation_data=held_out, unit="tokens").train()
+    validation = as_samples(stories[:150], collate)
+    result = Trainer(model_of(options), source, loss, world, options, validation_data=validation, unit="tokens").train()
     if world.is_main:
         for step, means in result.evaluations.items():
             print(f"after step {step}: validation loss {means['loss']:.3f} nats per byte")

@@ -42,7 +42,7 @@ class BatchNorm(nn.BatchNorm2d):  # over all ranks, with equal batch sizes; nn.S
 
 
 def images(part: str) -> tuple[Tensor, Tensor]:
-    """Return the images, with values from 0 to 1, and the digits of `train` or `held_out`."""
+    """Return the images, with values from 0 to 1, and the digits of `train` or `validation`."""
     folder = next(up / "data" for up in Path(__file__).parents if (up / "data").is_dir())  # of the repository or wheel
     table = pyarrow.parquet.read_table(folder / "digits" / f"{part}.parquet")
     return torch.tensor(table["pixels"].to_pylist()).view(-1, 1, 8, 8) / 16, torch.tensor(table["digit"].to_pylist())
@@ -93,7 +93,7 @@ def main(checkpoint: str = "plain.pt", steps: int = 200, accumulate: int = 1, ba
                 print(f"step {len(losses)}: loss {losses[-1]:.4f}", flush=True)
                 torch.save([losses, *(part.state_dict() for part in parts)], aside)
                 aside.replace(path)  # atomic: a kill leaves the old or the new file
-    pixels, digits = (tensor[rank::size].to(device) for tensor in images("held_out"))  # each image once
+    pixels, digits = (tensor[rank::size].to(device) for tensor in images("validation"))  # each image once
     right = (model.eval().requires_grad_(False)(pixels).argmax(1) == digits).sum()
     dist.all_reduce(total := torch.stack([right, right.new_tensor(len(digits))]))
     if rank == 0:

@@ -42,7 +42,7 @@ class Report:
     def __init__(self, name: str) -> None:
         """Observe the run `name`, and start after the checkpoint that Ray knows."""
         self.folder, known = RUNS / name / "checkpoints", rt.get_checkpoint()
-        self.told = read_manifest(Path(known.path)).step if known else 0
+        self.reported_step = read_manifest(Path(known.path)).step if known else 0
 
     def __call__(self, edge: PhaseEvent) -> None:
         """Report new checkpoints after each save."""
@@ -50,8 +50,8 @@ class Report:
             return
         for saved in list_checkpoints(self.folder):
             manifest = read_manifest(saved)
-            if manifest.step > self.told:
-                self.told = manifest.step
+            if manifest.step > self.reported_step:
+                self.reported_step = manifest.step
                 checkpoint = rt.Checkpoint(saved.absolute()) if rt.get_context().get_world_rank() == 0 else None
                 metrics = {"step": manifest.step, **manifest.metrics}
                 rt.report(metrics, checkpoint, checkpoint_upload_mode=rt.CheckpointUploadMode.NO_UPLOAD)

@@ -34,8 +34,8 @@ def _judge(programs: dict[str, Program]) -> None:
         for invariant, alarm in found[name].items():
             if "NotImplementedError" in alarm:
                 raise NotImplementedError
-            said = alarm.partition("WrongAnswerError: ")[2]
-            expect(not said, said)
+            difference = alarm.partition("WrongAnswerError: ")[2]
+            expect(not difference, difference)
             expect(not alarm, f"Your program violates an invariant ({INVARIANTS[invariant]}): {alarm}")
 
 
@@ -69,8 +69,8 @@ def _repaired(world: World, accumulate: int = 2) -> Result:
 
 def _test_train(answer: Answer) -> str:
     def compared(world: World, accumulate: int = 2) -> Result:
-        said = _apart(answer(world, accumulate), _repaired(world, accumulate))
-        expect(not said, said)
+        difference = _apart(answer(world, accumulate), _repaired(world, accumulate))
+        expect(not difference, difference)
         return {}
 
     def train(world: World, accumulate: int = 2) -> Result:
@@ -167,8 +167,8 @@ def _test_resume(answer: Answer) -> str:
         parts = [folder / name for name in ("yours", "right")]
         for part in parts:
             part.mkdir(exist_ok=True)
-        said = _apart(answer(world, parts[0]), _resume(world, parts[1]))
-        expect(not said, said)
+        difference = _apart(answer(world, parts[0]), _resume(world, parts[1]))
+        expect(not difference, difference)
         files = [path for path in parts[0].rglob("*") if path.is_file()]
         expect(bool(files) or not world.is_main, "Your program leaves no file in its folder, so it cannot resume.")
         return {}
@@ -326,8 +326,8 @@ def _verdicts(world: World, answer: Answer) -> dict[str, object]:
 
 def _test_detector(answer: Answer) -> str:
     stuck = "Your detector does not return. A share may be infinite: take at most one sample more than there are."
-    [said] = on_ranks(_verdicts, 1, answer, stuck=stuck, timeout=15)
-    for name, verdict in said.items():
+    [verdicts] = on_ranks(_verdicts, 1, answer, stuck=stuck, timeout=15)
+    for name, verdict in verdicts.items():
         expect(
             isinstance(verdict, bool),
             f"The result must be True for a bug and False otherwise, got {verdict!r} for {name!r}.",

@@ -553,8 +553,8 @@ def _attempt(answer: Any, folder: Path, killers: Mapping[int, _Killer]) -> dict[
         deadline, late = time.monotonic() + _PATIENCE, False
         while len(codes) < _RANKS:
             for child, rank in ranks.items():
-                if rank not in codes and (ended := os.waitpid(child, os.WNOHANG))[0]:
-                    codes[rank] = os.waitstatus_to_exitcode(ended[1])
+                if rank not in codes and (waited := os.waitpid(child, os.WNOHANG))[0]:
+                    codes[rank] = os.waitstatus_to_exitcode(waited[1])
             late = time.monotonic() > deadline
             if late or any(codes.values()):
                 time.sleep(0.02)  # the other rank may continue for a moment, as on a cluster

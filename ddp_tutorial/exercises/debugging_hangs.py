@@ -508,7 +508,7 @@ def _watchdog(
 def _variant(
     *,
     answers: bool = True,
-    anew: bool = True,
+    from_last_change: bool = True,
     done_counts: bool = True,
     patient: bool = True,
     tellers: Sequence[int] = (0, 1, 2),
@@ -530,7 +530,7 @@ def _variant(
         while not over():
             time.sleep(0.02)
             mine = entered()
-            if mine != seen and (anew or not seen):
+            if mine != seen and (from_last_change or not seen):
                 seen, since = mine, time.monotonic()
             waits = bool(mine) and not (done_counts and mine[-1][1])
             if waits and (not patient or time.monotonic() - since >= seconds):
@@ -557,7 +557,7 @@ watchdog = Exercise(
     solution=_watchdog,
     wrong={
         "answers only if its own rank waits": _variant(answers=False),
-        "counts the time from the first collective": _variant(anew=False),
+        "counts the time from the first collective": _variant(from_last_change=False),
         "mistakes a rank that computes for one that waits": _variant(done_counts=False),
         "reports as soon as a rank waits": _variant(patient=False),
         "reports on rank 0 only": _variant(tellers=[0]),

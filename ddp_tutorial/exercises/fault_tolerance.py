@@ -58,8 +58,8 @@ _RECORDS: list[tuple[list[Attempt], set[str]]] = [
 def _test_hosts_to_exclude(answer: Answer) -> str:
     for attempts, right in _RECORDS:
         got = answer([list(attempt) for attempt in attempts])
-        shown = "\n".join(f"    {attempt}" for attempt in attempts)
-        case = f"Attempts:\n{shown}\n"
+        listed = "\n".join(f"    {attempt}" for attempt in attempts)
+        case = f"Attempts:\n{listed}\n"
         expect(isinstance(got, set), f"{case}The result must be a set of hosts, got {got!r}.")
         expect(got == right, f"{case}The hosts to exclude are {sorted(right)}, got {sorted(got)}.")
     return "The first failure of an attempt is the cause, and two causes on one host are a reason to exclude it."

@@ -74,10 +74,10 @@ class Torchrun:
     def __init__(self, script: Path, nprocs: int, *arguments: object, folder: Path) -> None:
         """Start torchrun. It writes its output to `folder`."""
         self.mark = uuid4().hex
-        self.printed_to, self.said_to = folder / f"{self.mark}.out", folder / f"{self.mark}.err"
+        self.stdout_path, self.stderr_path = folder / f"{self.mark}.out", folder / f"{self.mark}.err"
         command = [sys.executable, "-c", _BEGIN, "--standalone", f"--nproc-per-node={nprocs}", str(script)]
         environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1", TORCHRUN: self.mark}
-        with self.printed_to.open("wb") as out, self.said_to.open("wb") as err:
+        with self.stdout_path.open("wb") as out, self.stderr_path.open("wb") as err:
             # In its own session, so that Ctrl-C does not reach torchrun directly.
             self.agent = psutil.Popen(
                 [*command, *map(str, arguments)],
@@ -99,7 +99,7 @@ class Torchrun:
 
     def printed(self) -> str:
         """Return the lines printed so far, without an incomplete last line."""
-        return re.sub(r"[^\n]*\Z", "", self.printed_to.read_text(errors="replace"))
+        return re.sub(r"[^\n]*\Z", "", self.stdout_path.read_text(errors="replace"))
 
     def ranks(self) -> list[psutil.Process]:
         """Return the processes in rank order; an empty list until torchrun has started them."""
@@ -159,14 +159,16 @@ class Torchrun:
 
     def error(self) -> str:
         """Return the first rank's error with its line in the script, or the exit codes if no rank raised one."""
-        said = self.said_to.read_text(errors="replace")
-        if begin := re.search(r"^(\[rank\d+\]: ?|)Traceback .*", said, re.MULTILINE):
-            lines = [line.removeprefix(begin[1]) for line in said[begin.start() :].splitlines() if _of(line, begin[1])]
+        stderr = self.stderr_path.read_text(errors="replace")
+        if begin := re.search(r"^(\[rank\d+\]: ?|)Traceback .*", stderr, re.MULTILINE):
+            lines = [
+                line.removeprefix(begin[1]) for line in stderr[begin.start() :].splitlines() if _of(line, begin[1])
+            ]
             last = next((number for number, line in enumerate(lines[1:], start=1) if not line.startswith(" ")), 0)
             where = re.findall(rf'{re.escape(self._script)}", line (\d+)', "\n".join(lines[:last]))
             return f"{lines[last]} (line {where[-1]} of your script)" if where else lines[last]
-        ends = re.findall(r"rank +: (\d+) .*?exitcode +: (-?\d+)", said, re.DOTALL)
-        return "; ".join(f"rank {rank} exited with code {code}" for rank, code in ends) or said[-500:]
+        ends = re.findall(r"rank +: (\d+) .*?exitcode +: (-?\d+)", stderr, re.DOTALL)
+        return "; ".join(f"rank {rank} exited with code {code}" for rank, code in ends) or stderr[-500:]
 
     @property
     def _script(self) -> str:

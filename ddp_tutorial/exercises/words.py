@@ -153,7 +153,7 @@ class Course(NamedTuple):
 def course(steps: int, gradient: str = "") -> Course:
     """Simulate a run on two ranks in this process, with the right gradient or with the mistake `gradient`."""
     words = make_words()
-    reports: dict[str, list[Line]] = {said: [] for said in _LOSSES}
+    reports: dict[str, list[Line]] = {name: [] for name in _LOSSES}
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         model = nn.Sequential(nn.Embedding(27, 16), nn.Linear(16, 27))
@@ -175,9 +175,9 @@ def course(steps: int, gradient: str = "") -> Course:
             optimizer.step()
             optimizer.zero_grad()
         own_sums = [each.item() for each in sums]
-        for said, loss_of in _LOSSES.items():
-            reports[said].append(Line(step, loss_of(own_sums, own), letters))
-    made = {said: tuple(lines) for said, lines in reports.items()}
+        for name, loss_of in _LOSSES.items():
+            reports[name].append(Line(step, loss_of(own_sums, own), letters))
+    made = {name: tuple(lines) for name, lines in reports.items()}
     return Course(made[""], made, model.state_dict())
 
 

@@ -209,8 +209,8 @@ def _smaller(png: str) -> str:
 
 def is_current(notebook: Any) -> bool:
     """Return whether the outputs belong to the notebook's current source."""
-    noted = notebook.metadata.get("ddp_tutorial", {}).get("executed_source")
-    return bool(noted == source_digest(notebook))
+    recorded = notebook.metadata.get("ddp_tutorial", {}).get("executed_source")
+    return bool(recorded == source_digest(notebook))
 
 
 def source_digest(notebook: Any) -> str:

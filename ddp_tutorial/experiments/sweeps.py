@@ -544,14 +544,14 @@ def _failed_cell(executed: Path) -> tuple[str | None, str | None]:
         cells = [cell for cell in nbformat.read(executed, as_version=4).cells if cell.cell_type == "code"]
     except Exception:  # the file is missing, or incomplete
         return None, None
-    begun = [place for place, cell in enumerate(cells) if cell.metadata.get("papermill", {}).get("start_time")]
-    if not begun:
+    started = [place for place, cell in enumerate(cells) if cell.metadata.get("papermill", {}).get("start_time")]
+    if not started:
         return None, None
-    cell = cells[begun[-1]]
+    cell = cells[started[-1]]
     first = next((line for line in cell.source.splitlines() if line.strip()), "")
     errors = [output for output in cell.outputs if output.output_type == "error"]
     message = f"{errors[0].ename}: {errors[0].evalue}".strip().splitlines()[0] if errors else None
-    return f"[{begun[-1] + 1}] {first.strip()}", message
+    return f"[{started[-1] + 1}] {first.strip()}", message
 
 
 def failure_of(point: Point, record: Mapping[str, Any]) -> str:

@@ -96,11 +96,11 @@ class Controller:
         for each in self._workers:
             each.attach_console(console)
         console.status(f"starting {self.n} ranks")
-        with closing(console), _interrupts_recorded() as noted:
+        with closing(console), _interrupts_recorded() as interrupts:
             while not all(each.started or each.death for each in self._workers):
                 self._receive(LOOK_SECONDS)
                 console.tick()
-                if noted:
+                if interrupts:
                     return  # the context manager raises the interrupt
             for each in self._workers:
                 if each.death:
@@ -144,20 +144,22 @@ class Controller:
         if not self._busy.acquire(blocking=False):
             raise RuntimeError("the ranks are busy with a call from a different thread")
         try:
-            with _interrupts_recorded() as noted:
-                return self._call_of(self._chosen(on), noted, kind, *content)
+            with _interrupts_recorded() as interrupts:
+                return self._call_of(self._chosen(on), interrupts, kind, *content)
         finally:
             self._busy.release()
 
-    def _call_of(self, workers: Sequence[WorkerHandle], noted: list[int], kind: str, *content: Any) -> dict[int, Any]:
+    def _call_of(
+        self, workers: Sequence[WorkerHandle], interrupts: list[int], kind: str, *content: Any
+    ) -> dict[int, Any]:
         console = make_console(self.echo)
         for each in workers:
             each.attach_console(console)
         try:
             self._begin(kind, *content, on=workers)
-            found = self._wait(workers, noted)
-            if noted:
-                noted.clear()
+            found = self._wait(workers, interrupts)
+            if interrupts:
+                interrupts.clear()
                 raise self._interrupted(workers)
             if found is not None or any(each.failure or each.death for each in workers):
                 raise self._failed(workers, found)
@@ -201,7 +203,7 @@ class Controller:
             each.request(self._selector, self._number, kind, *content)
         return on
 
-    def _wait(self, workers: Sequence[WorkerHandle], noted: list[int]) -> Diagnosis | None:
+    def _wait(self, workers: Sequence[WorkerHandle], interrupts: list[int]) -> Diagnosis | None:
         """Wait until all workers have finished the call, or until an interrupt.
 
         If a rank waits for a rank that does not enter its collective, the method aborts the call.
@@ -211,7 +213,7 @@ class Controller:
         """
         look_at = time.monotonic() + LOOK_SECONDS
         slow_until = 0.0
-        while any(each.is_busy for each in workers) and not noted:
+        while any(each.is_busy for each in workers) and not interrupts:
             self._receive(max(0.0, look_at - time.monotonic()))
             now = time.monotonic()
             if now < look_at:
@@ -399,17 +401,17 @@ def _interrupts_recorded() -> Iterator[list[int]]:
 
     A caller that handles an interrupt clears the list. Otherwise, the interrupt is raised when the block exits.
     """
-    noted: list[int] = []
+    interrupts: list[int] = []
     # Python delivers interrupts to the main thread only.
     in_main_thread = threading.current_thread() is threading.main_thread()
     before = signal.getsignal(signal.SIGINT)
     if not in_main_thread or not callable(before):
-        yield noted
+        yield interrupts
         return
-    signal.signal(signal.SIGINT, lambda number, _: noted.append(number))
+    signal.signal(signal.SIGINT, lambda number, _: interrupts.append(number))
     try:
-        yield noted
+        yield interrupts
     finally:
         signal.signal(signal.SIGINT, before)
-        if noted:
+        if interrupts:
             signal.raise_signal(signal.SIGINT)

@@ -204,9 +204,9 @@ class RankMagics(Magics):
             return None
         whole = f"%%ranks {line}".rstrip() + f"\n{cell}"
         name = f"Cell In[{len(self.notebook.history_manager.input_hist_parsed) - 1}]"  # begins with an empty In[0]
-        shown = pool.execute(cell, on, name=name, cell=whole, offset=1)
+        values = pool.execute(cell, on, name=name, cell=whole, offset=1)
         self.steps.append(ScriptStep(cell, tuple(on) if on is not None else None))
-        return shown if shown else None
+        return values if values else None
 
     def _raises(self, line: str, cell: str) -> None:
         try:

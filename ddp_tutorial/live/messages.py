@@ -66,7 +66,7 @@ class Snapshot:
     @property
     def waits(self) -> bool:
         """Whether the rank has entered a collective that has not finished."""
-        return any(entered > ended for entered, ended in self.progress.values())
+        return any(entered > left for entered, left in self.progress.values())
 
 
 @dataclass(frozen=True)

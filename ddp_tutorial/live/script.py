@@ -103,11 +103,11 @@ def _printing(source: str) -> str:
     lines = source.split("\n")
     assert last.end_lineno is not None
     text = "\n".join(lines[last.lineno - 1 : last.end_lineno])
-    shown = ast.get_source_segment(source, last) or text
-    before = text[: text.index(shown)] if shown in text else ""
+    expression = ast.get_source_segment(source, last) or text
+    before = text[: text.index(expression)] if expression in text else ""
     after = lines[last.end_lineno - 1][len(lines[last.end_lineno - 1].encode()[: last.end_col_offset].decode()) :]
     opening, closing = 'print(f"[rank {world.rank}]", ', ")"
-    body = [*lines[: last.lineno - 1], f"{before}{opening}{shown}{closing}{after}", *lines[last.end_lineno :]]
+    body = [*lines[: last.lineno - 1], f"{before}{opening}{expression}{closing}{after}", *lines[last.end_lineno :]]
     return "\n".join(body)
 
 

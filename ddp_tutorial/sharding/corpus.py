@@ -113,9 +113,9 @@ def _split(name: str, documents: list[bytes]) -> tuple[torch.Tensor, torch.Tenso
     if len(documents) == 1:  # a single document: its end is the validation set
         cut = len(documents[0]) - len(documents[0]) // VALIDATION_EVERY
         return _tokens([documents[0][:cut]]), _tokens([documents[0][cut:]])
-    held_out = [i % VALIDATION_EVERY == min(VALIDATION_EVERY, len(documents)) - 1 for i in range(len(documents))]
-    train = [text for text, out in zip(documents, held_out, strict=True) if not out]
-    valid = [text for text, out in zip(documents, held_out, strict=True) if out]
+    in_validation = [i % VALIDATION_EVERY == min(VALIDATION_EVERY, len(documents)) - 1 for i in range(len(documents))]
+    train = [text for text, out in zip(documents, in_validation, strict=True) if not out]
+    valid = [text for text, out in zip(documents, in_validation, strict=True) if out]
     return _tokens(train), _tokens(valid)
 
 

@@ -119,34 +119,34 @@ class DispatchedSource:
             samples = as_batch(share.samples, share.count)
             counts = global_micro_batch_sizes(share.count, self.world.size, self._parts)
 
-            def dealt(rank: int) -> list[tuple[Tree, int, int]]:
+            def batches_of(rank: int) -> list[tuple[Tree, int, int]]:
                 parts = shard_micro_batches(torch.arange(share.count), rank, self.world.size, self._parts)
                 return [
                     (select_rows(samples, part), len(part), count) for part, count in zip(parts, counts, strict=True)
                 ]
 
             for rank in range(1, self.world.size):
-                self._send((dealt(rank), state), rank)
-            return [LocalBatch(*each) for each in dealt(0)], state
+                self._send((batches_of(rank), state), rank)
+            return [LocalBatch(*each) for each in batches_of(0)], state
         except Exception as error:
             message = f"rank 0 failed to read: {error}"
             self._end_others(message)
             raise SourceError(message) from error
 
-    def _end_others(self, told: str | None = None) -> None:
+    def _end_others(self, error: str | None = None) -> None:
         """Notify the other ranks that rank 0 stops sending, with an error message, or None if there is no error."""
         self._is_open = False
         for rank in range(1, self.world.size):
             with suppress(RuntimeError):  # the rank has exited
-                self._send(told, rank)
+                self._send(error, rank)
 
     def _receive(self) -> None:
         try:
             while (received := self._recv()) is not None:
                 if isinstance(received, str):
                     return self._put(SourceError(received))
-                dealt, state = received
-                self._put(([LocalBatch(*each) for each in dealt], state))
+                batches, state = received
+                self._put(([LocalBatch(*each) for each in batches], state))
         except Exception as error:  # the connection is lost; the main thread raises the error
             self._put(error)
 

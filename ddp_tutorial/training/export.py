@@ -91,9 +91,9 @@ def evaluate(run: str | Path, *, samples: int | None = None, best: bool = False)
             f"{run} was trained with loss={config.loss}, and this command never imports the code of a run; evaluate "
             "the model in a script"
         )
-    _, held_out = samples_of(config, world)
-    count = min(samples or config.eval_samples or len(held_out), len(held_out))
-    means = evaluate_here(world, model.to(world.device), task.loss, held_out, count, config.batch_size)
+    _, validation = samples_of(config, world)
+    count = min(samples or config.eval_samples or len(validation), len(validation))
+    means = evaluate_here(world, model.to(world.device), task.loss, validation, count, config.batch_size)
     return {
         "eval_loss": means["loss"],
         "perplexity": math.exp(means["loss"]),

@@ -141,14 +141,14 @@ def loss_of(config: TaskConfig) -> Loss:
 def samples_of(config: TaskConfig, world: World) -> tuple[Data, Data]:
     """Return the training and validation samples. Raise `ConfigError` if there are too few. Collective."""
     with rank_zero_first(world):
-        train, held_out = task_of(config).samples(config)
-    if len(train) < config.batch_size or not len(held_out):
+        train, validation = task_of(config).samples(config)
+    if len(train) < config.batch_size or not len(validation):
         raise ConfigError(
             f"corpus {config.corpus!r} has {len(train)} training samples of {config.model.context} tokens and "
-            f"{len(held_out)} validation samples, too few for one batch of {config.batch_size} and one evaluation. "
+            f"{len(validation)} validation samples, too few for one batch of {config.batch_size} and one evaluation. "
             "Use more text, a smaller batch_size or a smaller model.context."
         )
-    return train, held_out
+    return train, validation
 
 
 def source_of(config: TaskConfig, world: World) -> Source:
@@ -234,9 +234,9 @@ def model_of(config: TaskConfig) -> nn.Module:
 def make_trainer(config: TaskConfig, world: World) -> Trainer:
     """Return a Trainer for the task that `config` names. Collective."""
     config, task = with_batch_size(config, world.size), task_of(config)
-    train, held_out = samples_of(config, world)
+    train, validation = samples_of(config, world)
     source = make_source(train, config.batch_size, world, seed=config.seed, config=config.source)
-    return Trainer(model_of(config), source, loss_of(config), world, config, validation_data=held_out, unit=task.unit)
+    return Trainer(model_of(config), source, loss_of(config), world, config, validation_data=validation, unit=task.unit)
 
 
 def train(world: World, config: TaskConfig) -> TrainResult:

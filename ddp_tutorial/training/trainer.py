@@ -259,9 +259,9 @@ class Trainer:
     def log_start(self) -> None:
         """Log the world, the sizes of the data, and the remarks of the config."""
         LOG.debug("%s, %d threads, process %d", self.world, torch.get_num_threads(), os.getpid())
-        source, held_out = self.train_step.source, self.validation_data
+        source, data = self.train_step.source, self.validation_data
         per_epoch = "an unknown number of" if source.steps_per_epoch is None else f"{source.steps_per_epoch:g}"
-        validation = len(held_out) if isinstance(held_out, Sized) else "an unknown number of" if held_out else 0
+        validation = len(data) if isinstance(data, Sized) else "an unknown number of" if data else 0
         LOG.debug("training data: %s steps per epoch, %d samples per step", per_epoch, source.batch_size)
         LOG.debug("validation data: %s samples", validation)
         for remark in self.config.remarks:

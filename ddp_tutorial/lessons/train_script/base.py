@@ -168,7 +168,7 @@ def main(args: Namespace) -> None:
                 losses += means
                 save(args.checkpoint, parts, losses, device)
                 new, begin = [], time.perf_counter()
-    loss, accuracy, count = evaluate(parts["model"], Digits(args.data / "held_out.parquet"), args, device)
+    loss, accuracy, count = evaluate(parts["model"], Digits(args.data / "validation.parquet"), args, device)
     log(f"validation: loss {loss:.4f}, accuracy {accuracy:.4f} over {count} samples")
 
 
