@@ -202,10 +202,3 @@ def inside(namespace: Path) -> list[str]:
             if namespace_of(process.name) == namespace:
                 found.append((process / "cmdline").read_text().replace("\0", " "))
     return found
-
-
-def wait_until_empty(namespace: Path, seconds: float = 10) -> None:
-    """Wait until killed processes have exited."""
-    deadline = time.monotonic() + seconds
-    while inside(namespace) and time.monotonic() < deadline:
-        time.sleep(0.02)

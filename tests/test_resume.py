@@ -6,8 +6,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
-from collections.abc import Callable
 from contextlib import AbstractContextManager, suppress
 from functools import cache
 from pathlib import Path
@@ -33,7 +31,7 @@ from ddp_tutorial.training.config import ModelConfig, TaskConfig
 from ddp_tutorial.training.stopping import StopRequests
 from ddp_tutorial.training.tasks import make_trainer, train
 from ddp_tutorial.world import World
-from ranks import TORCHRUN
+from ranks import TORCHRUN, wait_until
 
 pytestmark = pytest.mark.usefixtures("workdir")
 
@@ -422,10 +420,9 @@ def started(*command: str, **environment: str) -> subprocess.Popen[str]:
     return subprocess.Popen(command, env=os.environ | environment, start_new_session=True, **options)
 
 
-def wait_until(running: subprocess.Popen[str], moment: Callable[[], Any], seconds: float = 150) -> None:
-    deadline = time.monotonic() + seconds
-    while not moment() and running.poll() is None and time.monotonic() < deadline:
-        time.sleep(0.01)
+def has_logged(run: Path) -> bool:
+    path = run / "metrics.jsonl"
+    return path.exists() and path.stat().st_size > 0
 
 
 @pytest.mark.parametrize("how", [signal.SIGTERM, signal.SIGUSR1, "stop"])
@@ -435,7 +432,7 @@ def test_a_signaled_run_saves_and_resumes_with_the_same_command(how: Any) -> Non
     settings = [*ENDLESS, f"source.workers={int(how == signal.SIGTERM)}"]
     run = Path("runs/mine")
     running = started(*command, "train", "tiny", *settings)
-    wait_until(running, lambda: (run / "metrics.jsonl").exists() and (run / "metrics.jsonl").stat().st_size)
+    wait_until(lambda: has_logged(run) or running.poll() is not None, seconds=150)
     if how == "stop":
         subprocess.run([*command, "stop", str(run), "--save"], check=True, capture_output=True)
     elif how == signal.SIGTERM:
@@ -461,9 +458,9 @@ def ranks_are_starting(parent: int) -> bool:
 def test_a_signal_during_startup_stops_the_run_without_a_failure(what: str) -> None:
     running = started(sys.executable, "-m", "ddp_tutorial", "train", "tiny", *ENDLESS)
     if what == "torch is imported":
-        wait_until(running, lambda: "libtorch" in Path(f"/proc/{running.pid}/maps").read_text())
+        wait_until(lambda: "libtorch" in Path(f"/proc/{running.pid}/maps").read_text(), seconds=150)
     else:
-        wait_until(running, lambda: ranks_are_starting(running.pid))
+        wait_until(lambda: ranks_are_starting(running.pid) or running.poll() is not None, seconds=150)
     os.killpg(running.pid, signal.SIGTERM)
     _, err = running.communicate(timeout=150)
     assert running.returncode == EXIT_CODE, err
@@ -504,9 +501,9 @@ def test_torchrun_does_not_restart_a_run_that_was_asked_to_stop() -> None:
     restarting = [*TORCHRUN, "--max-restarts", "1"]
     run = Path("runs/mine")
     running = started(*restarting, "-m", "ddp_tutorial", "train", "tiny", *ENDLESS, OMP_NUM_THREADS="1")
-    wait_until(running, lambda: (run / "metrics.jsonl").exists() and (run / "metrics.jsonl").stat().st_size)
+    wait_until(lambda: has_logged(run) or running.poll() is not None, seconds=150)
     request_stop(run, "save")
-    wait_until(running, (run / "result.json").exists)
+    wait_until(lambda: (run / "result.json").exists() or running.poll() is not None, seconds=150)
     out, err = running.communicate(timeout=150)
     assert running.returncode == 0, err
     result = json.loads((run / "result.json").read_text())

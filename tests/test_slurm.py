@@ -33,6 +33,7 @@ from ddp_tutorial.training.config import TaskConfig
 from ddp_tutorial.training.plan import plan
 from ddp_tutorial.training.tasks import launch_training
 from ddp_tutorial.world import World
+from ranks import wait_until
 
 # ------------------------------------------------------------------------------------------------------- the script
 
@@ -312,8 +313,7 @@ def cluster() -> Iterator[slurm.Slurm]:
         inside = slurm.inside(running.namespace)
         assert not [command for command in inside if "ddp_tutorial" in command or command.startswith("srun")]
         assert len([command for command in inside if command.startswith("slurmd ")]) == 2
-    slurm.wait_until_empty(running.namespace)
-    assert slurm.inside(running.namespace) == []
+    assert wait_until(lambda: not slurm.inside(running.namespace)), slurm.inside(running.namespace)
 
 
 CONFIG = """
@@ -500,5 +500,4 @@ def test_a_killed_test_leaves_no_slurm_process() -> None:
         assert len(slurm.inside(namespace)) > 4
         process.kill()
     shutil.rmtree(folder)
-    slurm.wait_until_empty(namespace)
-    assert slurm.inside(namespace) == []
+    assert wait_until(lambda: not slurm.inside(namespace)), slurm.inside(namespace)
