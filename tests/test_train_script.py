@@ -506,7 +506,7 @@ def test_fsdp_trains_like_ddp_and_a_run_may_change_its_strategy(tmp_path):
 def sharded_parts(world):
     script = imported(LAST)
     args = script.parse_args(["model", f"--data={DATA}", "--strategy=fsdp", "--bf16", "--batch=48", "--batch-norm"])
-    model = script.make_parts(args, torch.device("cpu"))["model"]
+    model = script.make_state(args, torch.device("cpu"))["model"]
     rows = [parameter.to_local().shape[0] for parameter in model.parameters()]
     policies = [layer._get_fsdp_state()._mp_policy for layer in model if isinstance(layer, script.FSDPModule)]
     validation = script.Digits(DATA / "validation.parquet")
@@ -539,7 +539,7 @@ def train_in_parts(world, folder, number):
             script.main(options("resumed.pt", 3))
         dist.barrier()
         script.main(options("resumed.pt" if world.is_main or number >= "10" else "not there.pt", 3))
-    model, data = script.make_parts(options("", 1), torch.device("cpu"))["model"], script.Digits(DATA / "train.parquet")
+    model, data = script.make_state(options("", 1), torch.device("cpu"))["model"], script.Digits(DATA / "train.parquet")
     model[1].running_mean += world.rank  # evaluation must use rank 0's running statistics
     evaluated = script.evaluate(model, data, options("", 1), torch.device("cpu"))
     model[1].running_mean.zero_()
@@ -567,17 +567,17 @@ def save_with_errors(world, folder):
     os.chdir(folder)
     script, device = imported(LAST), torch.device("cpu")
     args = script.parse_args(["model", "--steps=4"])
-    parts, group = script.make_parts(args, device), dist.new_group(backend="gloo")
+    state, group = script.make_state(args, device), dist.new_group(backend="gloo")
     write = script.dcp.HuggingFaceStorageWriter.write_data
     full = mock.Mock(side_effect=OSError("No space left on device")) if world.rank == 1 else write
-    arguments = [args.checkpoint, parts, [1.0], group]
+    arguments = [args.checkpoint, state, [1.0], group]
     with mock.patch.object(script.dcp.HuggingFaceStorageWriter, "write_data", full):
         saving = script.save(*arguments)
         with pytest.raises(CheckpointException, match="No space left on device"):
             script.commit(*saving, 1)
     assert script.checkpoints(args.checkpoint) == []
     dist.barrier()
-    assert script.resume(args.checkpoint, parts, device) == []
+    assert script.resume(args.checkpoint, state, device) == []
     for losses in [2.0], [2.0, 1.0]:
         arguments[2] = losses
         script.commit(*script.save(*arguments), 1)
@@ -594,7 +594,7 @@ def save_with_errors(world, folder):
         torch.save(Malicious(), args.checkpoint / "step_00000002" / "values.pt")
     dist.barrier()
     with pytest.raises(pickle.UnpicklingError, match="Weights only load failed"):
-        script.resume(args.checkpoint, parts, device)
+        script.resume(args.checkpoint, state, device)
 
 
 def test_a_failed_save_fails_on_all_ranks_and_loading_executes_nothing(tmp_path):
@@ -657,7 +657,7 @@ def train_all_stages(world, folder):
     for number, batch in product([each for each in STAGES if each >= "08"], (50, 718)):
         script = imported(number)
         made = []
-        script.make_parts = lambda *args, make=script.make_parts, made=made: made.append(make(*args)) or made[0]
+        script.make_state = lambda *args, make=script.make_state, made=made: made.append(make(*args)) or made[0]
         args = [str(folder / f"{number}-{batch}-{world.size}"), f"--data={DATA}", "--steps=5", "--every=3", "--cpu"]
         args += [f"--batch={batch}", f"--accumulate={4 - world.size}", "--workers=0"]
         args += ["--clip=0.3"] if number >= "09" else []  # less than the norm in most steps

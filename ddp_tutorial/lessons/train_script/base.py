@@ -47,24 +47,24 @@ class Digits(Dataset):
 
 
 def make_loader(data: Digits, args: Namespace, rank: int, size: int) -> DataLoader:
-    """Return the loader of this rank's part of each batch."""
+    """Return the loader of this rank's local batches."""
     if args.batch % size:
         raise ValueError(f"--batch must be a multiple of the world size, got {args.batch} on {size} ranks")
     # Rank r of N reads positions r, r + N, r + 2N, ... of a permutation that is the same on all ranks.
-    sampler = DistributedSampler(data, size, rank, drop_last=True)
+    sampler = DistributedSampler(data, size, rank, drop_last=True)  # the same number of samples on every rank
     return DataLoader(
         data,
         args.batch // size,
         sampler=sampler,
-        drop_last=True,
+        drop_last=True,  # no smaller batch at the end of an epoch
         num_workers=args.workers,
-        pin_memory=torch.accelerator.is_available(),
-        generator=torch.Generator().manual_seed(rank),  # without it, each epoch would advance the rank's own RNG
+        pin_memory=torch.accelerator.is_available(),  # for asynchronous copies to the device
+        generator=torch.Generator().manual_seed(rank),  # each epoch draws from it, not from dropout's generator
     )
 
 
-def make_parts(args: Namespace, device: torch.device) -> dict[str, Any]:
-    """Return the parts of the training state that have a state dict."""
+def make_state(args: Namespace, device: torch.device) -> dict[str, Any]:
+    """Return the objects whose state dicts form a checkpoint."""
     torch.manual_seed(0)  # the same weights in every run; DDP sends those of rank 0 to the other ranks
     model = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Dropout(args.dropout), nn.Linear(64, 10)).to(device)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
@@ -72,20 +72,20 @@ def make_parts(args: Namespace, device: torch.device) -> dict[str, Any]:
     return {"model": model, "optimizer": optimizer, "scheduler": scheduler}
 
 
-def train_step(ddp: nn.Module, parts: dict[str, Any], batch: Any, args: Namespace, device: torch.device) -> Tensor:
-    """Take one optimizer step, and return the loss of this rank's part of the batch. Collective."""
+def train_step(ddp: nn.Module, state: dict[str, Any], batch: Any, args: Namespace, device: torch.device) -> Tensor:
+    """Take one optimizer step, and return the loss of this rank's local batch. Collective."""
     pixels, digits = (tensor.to(device, non_blocking=True) for tensor in batch)
     with torch.autocast(device.type, torch.bfloat16, enabled=args.bf16):  # not around backward
         loss = F.cross_entropy(ddp(pixels), digits)
     loss.backward()  # DDP averages the gradients over the ranks
-    parts["optimizer"].step()
-    parts["scheduler"].step()
-    parts["optimizer"].zero_grad()
+    state["optimizer"].step()
+    state["scheduler"].step()
+    state["optimizer"].zero_grad()
     return loss.detach()
 
 
 def mean_over_ranks(losses: list[Tensor]) -> list[float]:
-    """Return the mean of each loss over the ranks, whose parts of a batch are equal. Collective."""
+    """Return the mean of each loss over the ranks, whose local batches have equal sizes. Collective."""
     dist.all_reduce(stacked := torch.stack(losses), op=dist.ReduceOp.AVG)
     return stacked.tolist()  # waits for the device
 
@@ -101,20 +101,21 @@ def generators(device: torch.device) -> list[Any]:
     return [torch] if device.type == "cpu" else [torch, torch.get_device_module(device)]
 
 
-def save(path: Path, parts: dict[str, Any], losses: list[float], device: torch.device) -> None:
+def save(path: Path, state: dict[str, Any], losses: list[float], device: torch.device) -> None:
     """Save the training state. Collective."""
     rng: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(rng, [module.get_rng_state() for module in generators(device)])
     if dist.get_rank() == 0:
-        aside = path.with_suffix(".part")
-        with aside.open("wb") as file:
-            torch.save({name: part.state_dict() for name, part in parts.items()} | {"losses": losses, "rng": rng}, file)
+        contents = {name: component.state_dict() for name, component in state.items()}
+        temporary = path.with_suffix(".part")
+        with temporary.open("wb") as file:
+            torch.save(contents | {"losses": losses, "rng": rng}, file)
             file.flush()
             os.fsync(file.fileno())
-        aside.replace(path)  # atomic: a crash at any moment leaves the old checkpoint or the new one
+        temporary.replace(path)  # atomic: a crash at any moment leaves the old checkpoint or the new one
 
 
-def resume(path: Path, parts: dict[str, Any], device: torch.device) -> list[float]:
+def resume(path: Path, state: dict[str, Any], device: torch.device) -> list[float]:
     """Load the training state if rank 0 has a checkpoint, and return the losses of the steps so far. Collective."""
     rank, size = dist.get_rank(), dist.get_world_size()
     torch.manual_seed(1 + rank)  # a different dropout mask on each rank
@@ -122,11 +123,11 @@ def resume(path: Path, parts: dict[str, Any], device: torch.device) -> list[floa
     dist.broadcast_object_list(saved, device=device)  # rank 0 decides: another rank may not see the file
     if saved[0] is None:
         return []
-    for name, part in parts.items():
-        part.load_state_dict(saved[0][name])
+    for name, component in state.items():
+        component.load_state_dict(saved[0][name])
     if len(saved[0]["rng"]) == size:  # on a different number of ranks, the saved states fit no rank
-        for module, state in zip(generators(device), saved[0]["rng"][rank], strict=False):
-            module.set_rng_state(state)
+        for module, rng_state in zip(generators(device), saved[0]["rng"][rank], strict=False):
+            module.set_rng_state(rng_state)
     return saved[0]["losses"]
 
 
@@ -135,8 +136,8 @@ def evaluate(model: nn.Module, data: Digits, args: Namespace, device: torch.devi
     """Return the mean loss, the accuracy and the number of samples, over all ranks. Collective."""
     total = torch.zeros(3, dtype=torch.float64, device=device)
     model.eval()  # without DDP: its forward pass may communicate, and the ranks may have different numbers of batches
-    for part in torch.arange(dist.get_rank(), len(data), dist.get_world_size()).split(args.batch):
-        logits, digits = model(data.pixels[part].to(device)), data.digits[part].to(device)
+    for indices in torch.arange(dist.get_rank(), len(data), dist.get_world_size()).split(args.batch):
+        logits, digits = model(data.pixels[indices].to(device)), data.digits[indices].to(device)
         total[0] += F.cross_entropy(logits, digits, reduction="sum")
         total[1] += (logits.argmax(1) == digits).sum()
         total[2] += len(digits)
@@ -151,24 +152,24 @@ def main(args: Namespace) -> None:
     device = setup(args.cpu)
     data = Digits(args.data / "train.parquet", noise=0.1)
     loader = make_loader(data, args, dist.get_rank(), dist.get_world_size())
-    parts = make_parts(args, device)
-    losses = resume(args.checkpoint, parts, device)
-    ddp = DistributedDataParallel(parts["model"], device_ids=None if device.type == "cpu" else [device])
+    state = make_state(args, device)
+    losses = resume(args.checkpoint, state, device)  # before DDP's constructor, which sends rank 0's weights
+    ddp = DistributedDataParallel(state["model"], device_ids=None if device.type == "cpu" else [device])
     step, new, begin = len(losses), [], time.perf_counter()
     while step < args.steps:
         data.epoch, done = divmod(step, len(loader))
         loader.sampler.set_epoch(data.epoch)  # otherwise, every epoch uses the same order
         for batch in islice(loader, done, done + args.steps - step):
-            new.append(train_step(ddp, parts, batch, args, device))
+            new.append(train_step(ddp, state, batch, args, device))
             step += 1
             if step % args.every == 0 or step == args.steps:
                 means = mean_over_ranks(new)
                 speed = args.batch * len(means) / (time.perf_counter() - begin)
                 log(f"step {step}: mean loss {sum(means) / len(means):.4f}, {speed:,.0f} samples/s")
                 losses += means
-                save(args.checkpoint, parts, losses, device)
+                save(args.checkpoint, state, losses, device)
                 new, begin = [], time.perf_counter()
-    loss, accuracy, count = evaluate(parts["model"], Digits(args.data / "validation.parquet"), args, device)
+    loss, accuracy, count = evaluate(state["model"], Digits(args.data / "validation.parquet"), args, device)
     log(f"validation: loss {loss:.4f}, accuracy {accuracy:.4f} over {count} samples")
 
 
@@ -190,4 +191,4 @@ def parse_args(arguments: list[str] | None = None) -> Namespace:
 if __name__ == "__main__":
     main(parse_args())
     dist.destroy_process_group()
-    os._exit(0)  # DDP's gloo threads may outlive the group, and abort or block Python's shutdown (torch 2.13)
+    os._exit(0)  # skip Python's shutdown, which DDP's gloo threads may abort or block (torch 2.13)
