@@ -1,8 +1,8 @@
-"""Learn and practice PyTorch distributed data-parallel training: real ranks, on any machine.
+"""Learn and practice PyTorch distributed data-parallel training with real ranks, on any machine.
 
-This module exports the names that a training script needs; `__init__.pyi` lists them. Each name is imported on first
-use. Therefore, a rank that only needs `launch` does not load plotting libraries, and the commands that only read logs
-do not load torch.
+This module exports the names that a training script needs. `__init__.pyi` lists these names. Each name is imported on
+first use. Therefore, a rank that only needs `launch` does not load plotting libraries, and the commands that only read
+logs do not load torch.
 """
 
 from typing import Any
@@ -13,7 +13,7 @@ __getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)
 
 
 def load_ipython_extension(shell: Any) -> None:
-    """Register the magics `%ranks` and `%%ranks` for `%load_ext ddp_tutorial`."""
+    """Register the `%ranks` and `%%ranks` magics when `%load_ext ddp_tutorial` runs."""
     from IPython import version_info
     from IPython.core.error import UsageError
 
@@ -29,7 +29,7 @@ def load_ipython_extension(shell: Any) -> None:
 
 
 def unload_ipython_extension(shell: Any) -> None:
-    """Stop the ranks that `%ranks start` has started, for `%unload_ext ddp_tutorial`."""
+    """Stop the ranks that `%ranks start` started, when `%unload_ext ddp_tutorial` runs."""
     from ddp_tutorial.live.magics import unload
 
     unload(shell)

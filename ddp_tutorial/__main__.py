@@ -1,4 +1,4 @@
-"""The command line: `python -m ddp_tutorial COMMAND`, also installed as `ddp-tutorial`.
+"""Define the command line, `python -m ddp_tutorial COMMAND`, which is also installed as `ddp-tutorial`.
 
 The exit codes are:
 
@@ -58,10 +58,10 @@ for command in (
 
 
 def main() -> None:
-    """Run a command, and print errors as one message without a traceback of this program."""
+    """Run a command, and print any error as a single message without a traceback."""
     if not sys.flags.safe_path and str(Path.cwd()) not in sys.path:  # as `python -m` does, for classes in a config
         sys.path.insert(0, str(Path.cwd()))
-    # Set before torch is imported, here and in the processes that a command starts; see `rank_environment`.
+    # Set the variable before torch is imported, here and in child processes; see `rank_environment`.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     try:
         cli(standalone_mode=False)
@@ -77,7 +77,7 @@ def main() -> None:
     except RankError as error:
         if error.is_a(ConfigError):  # a config error that only a rank could detect
             sys.exit(_report(error.message, 2))
-        # the message of a FailedError is complete; other errors include the rank's traceback
+        # a FailedError's message is complete; for other errors, print the rank's traceback
         sys.exit(_report(error.message if error.is_a(FailedError) else str(error), 1))
     except StoppedError as error:
         click.echo(str(error), err=True)

@@ -1,7 +1,8 @@
-"""Collectives on tensors and on Python objects: sums, broadcasts, gathers, and comparisons.
+"""Run collectives on tensors and on Python objects.
 
-Every rank must call each collective. Each takes the `World`: a single process needs no process group, and several ranks
-without a process group raise an error instead of training separate models.
+Every rank must call each collective. The first argument is the `World`. A single process does not need a process group.
+If there are several ranks but no process group, a collective raises an error, because each rank would otherwise train a
+separate model.
 """
 
 import hashlib
@@ -40,7 +41,7 @@ def all_reduce_mean(world: World, tensor: torch.Tensor) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class Mean:
-    """A sum and its count before the division. Unlike means, they can be summed over ranks and micro-batches."""
+    """A sum and its count, not divided yet. Unlike means, both can be added across ranks and micro-batches."""
 
     sum: torch.Tensor
     count: float
@@ -51,7 +52,7 @@ class Mean:
 
 
 def all_reduce_means(world: World, means: list[Mean]) -> list[float]:
-    """Return each mean over the samples of all ranks, with one all-reduce. Collective.
+    """Return each mean over the samples of all ranks, using one all-reduce. Collective.
 
     Every rank must pass the same number of means.
     """
@@ -72,7 +73,7 @@ def to_vector(values: Sequence[float | torch.Tensor], device: torch.device) -> t
 
 
 def any_rank(world: World, flag: bool) -> bool:
-    """Return whether `flag` is true on any rank, so that all ranks take the same decision. Collective."""
+    """Return whether `flag` is true on any rank, so that all ranks make the same decision. Collective."""
     return bool(all_reduce_sum(world, torch.tensor(float(flag), device=world.device)) > 0)
 
 
@@ -90,9 +91,9 @@ def all_gather(world: World, obj: T) -> list[T]:
 
 
 def to_rank_zero(world: World, obj: T) -> list[T]:
-    """Return the objects of all ranks, in rank order, on rank 0, and an empty list on the other ranks. Collective.
+    """Return the objects of all ranks, in rank order, on rank 0. Return an empty list on the other ranks. Collective.
 
-    The objects must be picklable. Each is padded to the size of the largest one.
+    The objects must be picklable. Each object is padded to the size of the largest object.
     """
     require_group(world)
     if world.size == 1:
@@ -115,8 +116,9 @@ def from_rank_zero(world: World, obj: T) -> T:
 def decide_on_rank_zero(world: World, decide: Callable[[], T]) -> T:
     """Call `decide` on rank 0 and return its result on every rank. Collective.
 
-    Use it for anything that depends on a disk: nodes may not share one. If `decide` raises, every rank raises the same
-    exception, or `RankZeroFailedError` if it cannot be pickled.
+    Use this function for any decision that depends on a disk, because nodes may not share a disk. If `decide` raises an
+    exception, every rank raises that exception. If the exception cannot be pickled, the other ranks raise
+    `RankZeroFailedError` instead.
     """
     result: T | None = None
     error: Exception | None = None
@@ -132,10 +134,11 @@ def decide_on_rank_zero(world: World, decide: Callable[[], T]) -> T:
 
 
 def run_on_all_ranks(world: World, function: Callable[[], T], error_type: type[Exception] = FailedError) -> T:
-    """Call `function` on every rank and return its result if it succeeds on all of them. Collective.
+    """Call `function` on every rank, and return its result if the call succeeds on all ranks. Collective.
 
     Raises:
-        error_type: On all ranks, if `function` raises on any of them. The message contains the ranks and their errors.
+        error_type: On all ranks, if `function` raises an exception on any rank. The message lists the ranks and their
+            errors.
     """
     result: T | None = None
     problem: str | None = None
@@ -154,7 +157,7 @@ def run_on_all_ranks(world: World, function: Callable[[], T], error_type: type[E
 
 
 def _picklable(error: Exception) -> Exception:
-    """Return `error`, or a `RankZeroFailedError` that describes it if other ranks could not unpickle it."""
+    """Return `error` or, if other ranks could not unpickle `error`, a `RankZeroFailedError` that describes it."""
     try:
         pickle.loads(pickle.dumps(error))
     except Exception:
@@ -164,7 +167,7 @@ def _picklable(error: Exception) -> Exception:
 
 @torch.no_grad()
 def broadcast_tensors(world: World, tensors: Sequence[torch.Tensor]) -> None:
-    """Replace all `tensors` by rank 0's values, in place. Collective.
+    """Replace all `tensors` with rank 0's values, in place. Collective.
 
     There is one broadcast per dtype and device.
     """
@@ -181,20 +184,21 @@ def broadcast_tensors(world: World, tensors: Sequence[torch.Tensor]) -> None:
 
 
 def copy_from_flat(flat: torch.Tensor, tensors: Sequence[torch.Tensor]) -> None:
-    """Split `flat` into pieces, and copy them into `tensors`, in place."""
+    """Split `flat` into the sizes of `tensors`, and copy the values into `tensors`, in place."""
     for tensor, piece in zip(tensors, flat.split([tensor.numel() for tensor in tensors]), strict=True):
         tensor.copy_(piece.view(tensor.shape))
 
 
 class RankZeroFailedError(FailedError):
-    """Raised if rank 0 failed while this rank waited for it. The cause is the exception on rank 0."""
+    """Raised if rank 0 failed while this rank was waiting for it. The message contains rank 0's exception."""
 
 
 @contextmanager
 def rank_zero_first(world: World) -> Iterator[None]:
     """Run the block on rank 0, and then on the other ranks. Collective.
 
-    The other ranks can use a cache that rank 0 has built. Rank 0 does not wait for the blocks of the other ranks.
+    The other ranks can use a cache that rank 0 has built. Rank 0 does not wait until the other ranks have finished the
+    block.
 
     Raises:
         RankZeroFailedError: On the other ranks, if the block raises an exception on rank 0.
@@ -209,14 +213,14 @@ def rank_zero_first(world: World) -> Iterator[None]:
     problem: str | None = from_rank_zero(world, None)
     if not world.is_main:
         if problem is not None:
-            raise RankZeroFailedError(f"rank 0 failed, while rank {world.rank} waited for it: {problem}")
+            raise RankZeroFailedError(f"rank 0 failed while rank {world.rank} was waiting for it: {problem}")
         yield
 
 
 def assert_same(world: World, tensors: Mapping[str, torch.Tensor], what: str = "tensor") -> None:
     """Raise an error on every rank if the tensors are not bitwise identical on all ranks. Collective.
 
-    Names, order, shapes, and dtypes must also be equal.
+    The names, order, shapes, and dtypes must also be the same.
 
     Args:
         world: The ranks to compare.
@@ -225,7 +229,7 @@ def assert_same(world: World, tensors: Mapping[str, torch.Tensor], what: str = "
 
     Raises:
         RuntimeError: If a tensor differs.
-        ValueError: If there are no tensors, because such a check always passes.
+        ValueError: If there are no tensors, because the check would always pass.
     """
     digests = all_gather(world, {name: digest({name: tensor}) for name, tensor in tensors.items()})
     if not any(digests):
@@ -238,11 +242,11 @@ def assert_same(world: World, tensors: Mapping[str, torch.Tensor], what: str = "
 
 
 def first_difference(of_ranks: Sequence[Mapping[str, object]], first: int = 0) -> tuple[str, str] | None:
-    """Return the first name whose value differs between ranks, and a sentence with these ranks, or None.
+    """Return the first name whose value differs between ranks, and a description. Return None if no value differs.
 
     Args:
         of_ranks: The values of each rank, by name.
-        first: The number of the first rank in `of_ranks`.
+        first: The rank to which the first element of `of_ranks` belongs.
     """
     for name in dict.fromkeys(name for each in of_ranks for name in each):
         others = [rank for rank, each in enumerate(of_ranks, first) if each.get(name) != of_ranks[0].get(name)]

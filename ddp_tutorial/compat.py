@@ -1,8 +1,8 @@
-"""Private APIs of PyTorch and the standard library that the package uses, and names that differ between versions.
+"""Wrap private APIs of PyTorch and other libraries, and names that differ between library versions.
 
-No other module of the package uses a private API of a library, so that a new PyTorch version can break this file only.
-Each entry states why the private API is necessary and, where there is one, the public fallback to replace it with if
-PyTorch removes it. All were tested with torch 2.13.0, by `tests/test_compat.py`.
+No other module of the package uses a private API of a library, so a new PyTorch version can break only this file.
+Each entry states why the private API is necessary. If possible, it also states a public fallback, in case the library
+removes the private API. `tests/test_compat.py` tests all entries with torch 2.13.0.
 """
 
 import inspect
@@ -17,15 +17,15 @@ import torch.distributed as dist
 from torch import nn
 from torch.autograd.variable import Variable
 
-# A dispatch mode is documented, but its only import path is private. Fallback: none.
+# Dispatch modes are documented, but their only import path is private. Fallback: none.
 from torch.utils._python_dispatch import TorchDispatchMode
 
 # Nested dicts, lists, tuples, named tuples and registered classes, as `default_collate` and `fully_shard` traverse
-# them. PyTorch has no public module for it. Fallback: the package `optree`.
+# them. PyTorch has no public module for this. Fallback: the package `optree`.
 from torch.utils._pytree import tree_flatten, tree_flatten_with_path, tree_leaves, tree_map, tree_unflatten
 
-# The base class of the iterators of `DataLoader`. A patch of its `__next__` observes each wait for a batch, also of
-# loaders that already exist. Fallback: patch `DataLoader.__iter__`, which misses those.
+# The base class of `DataLoader` iterators. A patch of its `__next__` observes each wait for a batch, even for existing
+# iterators. Fallback: patch `DataLoader.__iter__`, which misses existing iterators.
 from torch.utils.data.dataloader import _BaseDataLoaderIter as DataLoaderIterator
 
 if TYPE_CHECKING:
@@ -69,11 +69,11 @@ __all__ = [
 
 
 def current_backward() -> int | None:
-    """Return the number of the backward pass that autograd is running in this thread, or None.
+    """Return the ID of the backward pass that autograd is running in this thread, or None.
 
-    Each backward pass has another number, also one that a reentrant activation checkpoint runs inside another.
+    Each backward pass has a different ID, even if a reentrant activation checkpoint runs it inside another pass.
 
-    PyTorch has no public function for this. `torch.utils.checkpoint` uses the same private one. Fallback: none.
+    PyTorch has no public function for this. `torch.utils.checkpoint` uses the same private function. Fallback: none.
     """
     number = torch._C._current_graph_task_id()
     return None if number == -1 else number
@@ -85,15 +85,15 @@ def is_in_backward() -> bool:
 
 
 def after_backward(callback: Callable[[], None]) -> None:
-    """Call `callback` when the backward pass that is running has finished. A pass that raises does not call it.
+    """Call `callback` when the running backward pass finishes without an exception.
 
-    PyTorch has no public function for this. `fully_shard` uses the same private one. Fallback: none.
+    PyTorch has no public function for this. `fully_shard` uses the same private method. Fallback: none.
     """
     Variable._execution_engine.queue_callback(callback)
 
 
 def is_profiling() -> bool:
-    """Return whether a profiler records this thread.
+    """Return whether a profiler is recording this thread.
 
     `record_function` is public, but it takes about 50 microseconds even if no profiler is running. Fallback: return
     True.
@@ -107,8 +107,8 @@ def is_profiling() -> bool:
 def multiply_(tensors: Sequence[torch.Tensor], factor: float) -> None:
     """Multiply each of `tensors` by `factor`, in place.
 
-    On a GPU, a loop of `mul_` starts one kernel for each tensor. The public functions, such as `clip_grad_norm_`,
-    cannot multiply by an arbitrary factor. Fallback: that loop.
+    On a GPU, a loop over `mul_` launches one kernel for each tensor. The public functions, such as `clip_grad_norm_`,
+    cannot multiply by an arbitrary factor. Fallback: the loop.
     """
     torch._foreach_mul_(list(tensors), factor)
 
@@ -116,14 +116,14 @@ def multiply_(tensors: Sequence[torch.Tensor], factor: float) -> None:
 def norms(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """Return the 2-norm of each of `tensors`.
 
-    On a GPU, a loop of `vector_norm` starts one kernel for each tensor. `get_total_norm` is public, but returns only
-    the norm of all tensors together. Fallback: that loop.
+    On a GPU, a loop over `vector_norm` launches one kernel for each tensor. `get_total_norm` is public, but it returns
+    only the combined norm of all tensors. Fallback: the loop.
     """
     return list(torch._foreach_norm(list(tensors)))
 
 
 def sparse_values(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the values of a sparse tensor, with duplicate indices as they are.
+    """Return the values of a sparse tensor, without summing the values of duplicate indices.
 
     `values` is public, but it requires `coalesce`, which copies the tensor. Fallback: `tensor.coalesce().values()`.
     """
@@ -131,7 +131,7 @@ def sparse_values(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def storage_id(tensor: torch.Tensor) -> int:
-    """Return a number that identifies the storage of `tensor` among all storages that are alive.
+    """Return a number that identifies the storage of `tensor` among all storages that currently exist.
 
     `data_ptr` is public, but it is 0 for all tensors on the meta device. Fallback: `data_ptr`.
     """
@@ -139,7 +139,7 @@ def storage_id(tensor: torch.Tensor) -> int:
 
 
 def argument_names(operator: Any) -> list[str]:
-    """Return the names of an operator's arguments, such as those of the `func` of a dispatch mode.
+    """Return the names of an operator's arguments, for example for the `func` argument of a dispatch mode.
 
     Operators have no public schema. Fallback: parse `str(operator)`.
     """
@@ -147,9 +147,9 @@ def argument_names(operator: Any) -> list[str]:
 
 
 def remove_step_hooks(optimizer: torch.optim.Optimizer) -> None:
-    """Remove all hooks before and after `step` from `optimizer`.
+    """Remove all step pre-hooks and step post-hooks from `optimizer`.
 
-    The handle of a hook is public, but only for the caller that has registered the hook. Fallback: none.
+    A public handle can remove a hook, but only the caller that registered the hook has its handle. Fallback: none.
     """
     optimizer._optimizer_step_pre_hooks = OrderedDict()
     optimizer._optimizer_step_post_hooks = OrderedDict()
@@ -158,7 +158,7 @@ def remove_step_hooks(optimizer: torch.optim.Optimizer) -> None:
 def is_compiled(module: nn.Module) -> bool:
     """Return whether `torch.compile` was applied to `module` or to a module inside it.
 
-    PyTorch has no public function for it. Fallback: False.
+    PyTorch has no public function for this. Fallback: return False.
     """
     return any("_orig_mod" in part._modules or part._compiled_call_impl is not None for part in module.modules())
 
@@ -166,9 +166,9 @@ def is_compiled(module: nn.Module) -> bool:
 def uncompiled(module: nn.Module) -> nn.Module:
     """Return `module` with each `torch.compile(...)` wrapper replaced by the wrapped module.
 
-    A module that was inside a wrapper compiles its own calls, as after `module.compile(...)`, with the options of the
-    wrapper. The names of the parameters then do not contain `_orig_mod`. A wrapper publishes neither its module nor its
-    options. Fallback: require `module.compile(...)` instead.
+    The wrapped module stays compiled with the wrapper's options, as after `module.compile(...)`. Its parameter names
+    then do not contain `_orig_mod`. A wrapper has no public attribute for its module or its options. Fallback: require
+    `module.compile(...)` instead.
     """
     for part in list(module.modules()):
         for name, child in part._modules.items():
@@ -183,7 +183,7 @@ def _unwrapped(module: nn.Module) -> nn.Module:
         return module
     if original._compiled_call_impl is None:
         wrapper, call = cast("Any", module), original._call_impl
-        # PyTorch does not compile a frame of its own files: without the function, nn.Sequential would not be compiled.
+        # PyTorch does not compile frames from its own files. Without the lambda, nn.Sequential would not be compiled.
         original._compiled_call_impl = wrapper.dynamo_ctx(lambda *inputs, **named: call(*inputs, **named))  # noqa: PLW0108
     return original
 
@@ -194,14 +194,14 @@ def _unwrapped(module: nn.Module) -> nn.Module:
 def default_store() -> dist.Store:
     """Return the store of the default process group. Requires a process group.
 
-    The store is public only for a caller that has created it, and `init_process_group` or torchrun usually does.
-    Fallback: create a `TCPStore` on rank 0 and broadcast its address.
+    The store is public only for a caller that has created the store itself. However, `init_process_group` or torchrun
+    usually creates it. Fallback: create a `TCPStore` on rank 0 and broadcast its address.
     """
     return dist.distributed_c10d._get_default_store()
 
 
 def group_ranks() -> dict[str, list[int]]:
-    """Return the global ranks of each process group that this rank belongs to, by the name of the group.
+    """Return the global ranks of each process group that this rank belongs to, by group name.
 
     `get_process_group_ranks` is public, but the list of groups is not. Fallback: the default process group only.
     """
@@ -212,7 +212,7 @@ def group_ranks() -> dict[str, list[int]]:
 def abort_process_group() -> None:
     """Abort the running collectives of all process groups, and destroy the groups.
 
-    `destroy_process_group` is public, but NCCL waits in it for collectives that a failed rank never joins. Fallback:
+    `destroy_process_group` is public, but with NCCL, it waits for collectives that a failed rank never joins. Fallback:
     exit the process.
     """
     dist.distributed_c10d._abort_process_group()
@@ -221,28 +221,28 @@ def abort_process_group() -> None:
 def forward_sync_buffers(*, enabled: bool) -> dict[str, Any]:
     """Return the argument of `DistributedDataParallel` that enables the broadcast of buffers in the forward pass.
 
-    PyTorch 2.13 renamed it, and warns of the old name.
+    PyTorch 2.13 renamed the argument and warns about the old name.
     """
     parameters = inspect.signature(torch.nn.parallel.DistributedDataParallel).parameters
     return {"forward_sync_buffers" if "forward_sync_buffers" in parameters else "broadcast_buffers": enabled}
 
 
 def flight_record(*, entries: bool = True, stacks: bool = True) -> dict[str, Any]:
-    """Return the record of PyTorch's flight recorder in this process. Requires a process group.
+    """Return this process's record from PyTorch's flight recorder. Requires a process group.
 
-    The record is public only as a file, which PyTorch writes when a collective of NCCL times out. Fallback:
-    an empty dict; hang reports then lack the collectives.
+    The record is public only as a file, which PyTorch writes when an NCCL collective times out. Fallback:
+    return an empty dict, so that hang reports do not list collectives.
 
     Args:
-        entries: Include the last collectives, under "entries".
-        stacks: Include the Python stack of each collective.
+        entries: Whether to include the most recent collectives, under "entries".
+        stacks: Whether to include the Python stack of each collective.
 
     Returns:
-        The content of that file. "pg_status" contains the last collective of each process group.
+        The content of the file. "pg_status" contains the last collective of each process group.
     """
     name = "_dump_nccl_trace" if dist.get_backend() == "nccl" else "_dump_fr_trace"
     dump = getattr(torch._C._distributed_c10d, name)
-    record: dict[str, Any] = pickle.loads(dump(entries, entries and stacks, False))  # False: with completed ones
+    record: dict[str, Any] = pickle.loads(dump(entries, entries and stacks, False))  # False: also completed ones
     return record
 
 
@@ -252,8 +252,9 @@ def flight_record(*, entries: bool = True, stacks: bool = True) -> dict[str, Any
 def import_dynamo() -> None:
     """Import `torch._dynamo` now.
 
-    DistributedDataParallel and the first optimizer of a process import it, which takes seconds. If a process group
-    exists at that time, the module keeps the group alive. No public function only imports it. Fallback: do nothing.
+    DistributedDataParallel and the first optimizer of a process import this module, which takes seconds. If a process
+    group exists at that time, the module keeps the group alive. No public function imports only this module. Fallback:
+    do nothing.
     """
     import torch._dynamo  # noqa: F401
 
@@ -261,7 +262,7 @@ def import_dynamo() -> None:
 def stop_forkserver() -> None:
     """Stop the server process of `multiprocessing.forkserver`.
 
-    The public API stops it only when this process exits. Fallback: do nothing.
+    The public API stops the server only when this process exits. Fallback: do nothing.
     """
     from multiprocessing import forkserver
 
@@ -273,9 +274,9 @@ def stop_forkserver() -> None:
 def hidden_worker_info() -> Iterator[None]:
     """Make `torch.utils.data.get_worker_info` return None inside the block.
 
-    Datasets that read it, such as those of Hugging Face, would otherwise split the rows among the workers a second
-    time. `get_worker_info` is public, but there is no public function that resets it. Fallback: require that
-    `num_workers` is 0.
+    Datasets that call this function, such as Hugging Face datasets, would otherwise split the rows among the workers a
+    second time. `get_worker_info` is public, but no public function resets the worker info. Fallback: require
+    `num_workers=0`.
     """
     module = torch.utils.data._utils.worker
     info, module._worker_info = module._worker_info, None
@@ -286,17 +287,17 @@ def hidden_worker_info() -> Iterator[None]:
 
 
 def worker_processes(iterator: Any) -> list["BaseProcess"]:
-    """Return the worker processes of an iterator of a `DataLoader` with `num_workers` > 0.
+    """Return the worker processes of a `DataLoader` iterator with `num_workers` > 0.
 
-    The public API reports a dead worker only in the message of an error. Fallback: `multiprocessing.active_children`.
+    The public API reports a dead worker only in an error message. Fallback: `multiprocessing.active_children`.
     """
     return list(iterator._workers)
 
 
 def shutdown_workers(iterator: Any) -> None:
-    """Stop the workers of an iterator of a `DataLoader` now.
+    """Stop the workers of a `DataLoader` iterator now.
 
-    The public API stops them when the iterator is garbage-collected. Fallback: terminate the processes.
+    The public API stops the workers when the iterator is garbage-collected. Fallback: terminate the processes.
     """
     iterator._shutdown_workers()
 
@@ -305,10 +306,10 @@ def shutdown_workers(iterator: Any) -> None:
 
 
 def inspection_text(value: object, name: str, detail_level: int) -> str:
-    """Return what IPython prints for `name?`, or for `name??` if `detail_level` is 1.
+    """Return the text that IPython prints for `name?`, or for `name??` if `detail_level` is 1.
 
-    The public `Inspector.pinfo` prints the text instead of returning it. Tested with IPython 9. Fallback:
-    `inspect.getdoc`.
+    The public `Inspector.pinfo` prints the text instead of returning it. This function is tested with IPython 9.
+    Fallback: `inspect.getdoc`.
     """
     from IPython.core.oinspect import Inspector, OInfo
 

@@ -1,4 +1,4 @@
-"""Load YAML files into frozen, typed objects, with errors that include an example of a valid value.
+"""Load YAML files into frozen, typed objects, with error messages that include an example of a valid value.
 
     # my.yaml
     extends: base            # a file in the same folder, or the name of a config of the package
@@ -6,8 +6,8 @@
 
     config = load("my.yaml", TaskConfig, overrides=["model.layers=4"])
 
-The file overrides the file that `extends` specifies, and the overrides override both. Loading never executes code: YAML
-is read with the safe loader, and only the fields that the class declares are accepted.
+The file overrides the file that `extends` specifies, and `overrides` override both files. Loading never executes code:
+YAML is read with the safe loader, and only the fields that the class declares are accepted.
 """
 
 import difflib
@@ -27,15 +27,15 @@ BASE = CONFIGS / "base.yaml"  # contains all settings with their defaults
 
 
 class ConfigError(ValueError):
-    """Raised for an invalid config or environment. The message is one line for the user who set it."""
+    """Raised for an invalid config or environment. The message is one line for the user."""
 
 
 class MissingPackageError(ConfigError, ImportError):
-    """Raised if a package that only some parts of the project need is not installed."""
+    """Raised if an optional package that is required by a part of the project is not installed."""
 
 
 def require_package(name: str, extra: str) -> None:
-    """Raise `MissingPackageError`, which names the extra to install, if the package `name` is not installed."""
+    """Raise `MissingPackageError`, which contains the install command, if the package `name` is not installed."""
     if find_spec(name) is None:
         raise MissingPackageError(
             f"the package {name} is required here, but is not installed. Run: pip install 'ddp-tutorial[{extra}]'"
@@ -50,11 +50,11 @@ class FailedError(RuntimeError):
 
 
 class Config(BaseModel):
-    """The base class of all configs: frozen, without unknown keys or implicit type conversions.
+    """Base class of all configs. Configs are frozen, and reject unknown keys and implicit type conversions.
 
     Attributes:
-        alternatives: Pairs of settings that determine the same thing, such as `steps` and `num_epochs`. A layer that
-            sets one of a pair discards the other from the layers before it.
+        alternatives: Pairs of settings that specify the same quantity, such as `steps` and `num_epochs`. If a layer
+            sets one setting of a pair, the other setting is discarded from previous layers.
     """
 
     alternatives: ClassVar[tuple[tuple[str, str], ...]] = ()
@@ -62,9 +62,9 @@ class Config(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
 
     def model_copy(self, *, update: Mapping[str, Any] | None = None, deep: bool = False) -> Self:
-        """Return a copy with the settings in `update` changed and validated.
+        """Return a copy in which the settings in `update` are changed and validated.
 
-        Pydantic's own `model_copy` does not validate, and would accept `nproc` as a setting.
+        Pydantic's own `model_copy` does not validate, so it would accept the misspelled setting `nproc`.
 
         Raises:
             ConfigError: If a setting is unknown or invalid.
@@ -93,8 +93,8 @@ def load(source: str | Path, cls: type[SomeConfig], overrides: Iterable[str] = (
         overrides: Settings of the form `key=value`.
 
     Raises:
-        ConfigError: If the file is missing or malformed, if `extends` is circular, if an override is not of the form
-            `key=value`, or if a key is unknown or a value is invalid.
+        ConfigError: If a file is missing or malformed, `extends` is circular, an override does not have the form
+            `key=value`, a key is unknown, or a value is invalid.
     """
     return _validated(cls, layers(source, overrides))
 
@@ -109,7 +109,7 @@ def from_arguments(cls: type[SomeConfig], arguments: Iterable[str]) -> SomeConfi
 
 
 def load_with(source: str | Path, cls: type[SomeConfig], values: Mapping[str, Any], origin: str) -> SomeConfig:
-    """Read a config file and override it with `values`, like `load`. Error messages about `values` name `origin`."""
+    """Read a config file and override it with `values`, like `load`. Error messages about `values` contain `origin`."""
     return _validated(cls, [*layers(source), (origin, dict(values))])
 
 
@@ -120,16 +120,16 @@ def layers(source: str | Path, overrides: Iterable[str] = ()) -> list[Layer]:
 
 
 def is_chosen(name: str, source: str | Path, overrides: Iterable[str] = ()) -> bool:
-    """Return whether a file or an override sets `name`. The package's base config does not count.
+    """Return whether an override or a file other than the package's base config sets `name`.
 
-    The base config contains the default of every setting, so it expresses no choice.
+    The base config contains only the defaults, so its settings do not count as chosen.
     """
     files = [values for path, values in _read(find_config(source), seen=()) if path.resolve() != BASE.resolve()]
     return any(name in values for values in (*files, *map(_override, overrides)))
 
 
 def merged(layers: Iterable[Layer], alternatives: Iterable[tuple[str, str]] = ()) -> dict[str, Any]:
-    """Merge the layers. A later layer overrides the layers before it, and `alternatives` of its settings."""
+    """Merge the layers. A later layer overrides previous layers, including the `alternatives` of its settings."""
     both_ways = [*alternatives, *((other, one) for one, other in alternatives)]
     values: dict[str, Any] = {}
     for _, above in layers:
@@ -151,7 +151,8 @@ def check(cls: type[SomeConfig], values: Mapping[str, Any], origin: str) -> Some
     """Return `cls(**values)`.
 
     Raises:
-        ConfigError: If a value is invalid. The message is one line about the first problem, and starts with `origin`.
+        ConfigError: If a value is invalid. The message is one line that starts with `origin` and describes the first
+            problem.
     """
     return _validated(cls, [(origin, dict(values))])
 
@@ -171,10 +172,12 @@ def _validated(cls: type[SomeConfig], layers: Sequence[Layer]) -> SomeConfig:
 
 
 def _origin(layers: Sequence[Layer], error: ErrorDetails) -> str:
-    """Return the last layer that has set the invalid setting, or the file if no layer has set it."""
+    """Return the last layer that sets the invalid setting, or the file if no layer sets it."""
     place = ".".join(map(str, error["loc"]))
     groups = [[place]] if place else []
-    if error["type"] == "value_error":  # a validator of several settings, whose message contains their names
+    if (
+        error["type"] == "value_error"
+    ):  # from a validator of several settings, whose message contains the settings' names
         named = re.findall(r"'([\w.]+)'", str(error["ctx"]["error"]))
         groups.insert(0, [*named, *(f"{place}.{name}" for name in named if place)])
     for names in groups:
@@ -185,12 +188,12 @@ def _origin(layers: Sequence[Layer], error: ErrorDetails) -> str:
 
 
 def _overlap(one: str, other: str) -> bool:
-    """Return whether one of two dotted names is the other, or is under it."""
+    """Return whether two dotted names are the same, or one name is a prefix of the other."""
     return f"{one}.".startswith(f"{other}.") or f"{other}.".startswith(f"{one}.")
 
 
 def merge(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
-    """Merge `above` over `below`. Mappings are merged key by key, and any other value is replaced."""
+    """Return `below`, overridden by `above`. Mappings are merged key by key, and other values are replaced."""
     merged = dict(below)
     for key, value in above.items():
         old = merged.get(key)
@@ -210,7 +213,7 @@ def find_config(source: str | Path) -> Path:
         source: A path to a YAML file, or the name of a config in the package.
 
     Raises:
-        ConfigError: If there is no such file.
+        ConfigError: If the file does not exist.
     """
     path = Path(source)
     if path.is_file():
@@ -226,16 +229,16 @@ def find_config(source: str | Path) -> Path:
 
 
 def did_you_mean(name: str, known: Sequence[str]) -> str:
-    """Return the end of an error message about a word that is not one of `known`."""
+    """Return an error message suffix that suggests the closest name in `known`, or lists all names in `known`."""
     close = difflib.get_close_matches(name, known, n=1)
     return f" Did you mean {close[0]!r}?" if close else f" Known: {', '.join(known)}."
 
 
 class _Loader(yaml.SafeLoader):
-    """The safe loader with two rules of YAML 1.2.
+    """The safe loader with two rules from YAML 1.2.
 
-    It reads 1e-3 as a number, whereas YAML 1.1 requires 1.0e-3 and reads 1e-3 as a string. It reads 1:30:00 as text,
-    whereas YAML 1.1 reads 5400.
+    The loader parses 1e-3 as a number, whereas YAML 1.1 requires 1.0e-3 and parses 1e-3 as a string. It parses 1:30:00
+    as text, whereas YAML 1.1 parses it as 5400.
     """
 
     yaml_implicit_resolvers = {  # noqa: RUF012  as in the base class
@@ -273,10 +276,10 @@ def parse_yaml(text: str, origin: str) -> Any:
 
 
 def _read(path: Path, seen: tuple[Path, ...]) -> list[tuple[Path, dict[str, Any]]]:
-    """Return the settings of the files that a file extends, the base first, and then its own."""
+    """Return the settings of the files that a file extends, from the base on, and then the file's own settings."""
     if path.resolve() in seen:
         circle = " -> ".join(each.name for each in (*seen, path.resolve()))
-        raise ConfigError(f"'extends' is circular: {circle}. Remove it from one of these files.")
+        raise ConfigError(f"'extends' is circular: {circle}. Remove 'extends' from one of these files.")
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
@@ -310,9 +313,9 @@ def _override(text: str) -> dict[str, Any]:
 
 
 def _explain(cls: type[Config], error: ErrorDetails, *, typed: bool) -> str:
-    """Return one line about a pydantic error: the setting, the problem, the value, and an example of a valid value.
+    """Describe a pydantic error in one line, with the setting, the problem, the value, and an example of a valid value.
 
-    With `typed`, the example is in the form of the command line, and otherwise in the form of a file.
+    The example is a command-line argument if `typed` is true, and otherwise a line of a file.
     """
     key = ".".join(str(part) for part in error["loc"])
     owner = _owner(cls, error["loc"])
@@ -330,7 +333,7 @@ def _explain(cls: type[Config], error: ErrorDetails, *, typed: bool) -> str:
 
 
 def _example(field: FieldInfo) -> Any:
-    """Return a valid value: the example of the field, or its default. A group of settings returns its first setting."""
+    """Return the field's example or default. For a group of settings, return an example of its first setting."""
     if field.examples:
         return field.examples[0]
     default = None if field.is_required() else field.get_default(call_default_factory=True)
@@ -341,12 +344,12 @@ def _example(field: FieldInfo) -> Any:
 
 
 def _flow(value: Any) -> str:
-    """Return a value as YAML in one line."""
+    """Return a value as one line of YAML."""
     return yaml.safe_dump(value, default_flow_style=True, width=1000).partition("\n")[0]
 
 
 def _typed(key: str, value: Any) -> str:
-    """Return a setting in the form of the command line."""
+    """Return a setting as command-line arguments."""
     if isinstance(value, Mapping):
         return " ".join(_typed(f"{key}.{name}", inner) for name, inner in value.items())
     return f"{key}={_flow(value)}"

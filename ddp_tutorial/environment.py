@@ -1,4 +1,4 @@
-"""Describe the machine and the software versions of a measurement, and read environment variables."""
+"""Describe the hardware and software used for a measurement, and read environment variables."""
 
 import os
 import platform
@@ -14,12 +14,12 @@ from ddp_tutorial.config import ConfigError
 
 
 def cores() -> int:
-    """Return the number of CPU cores that this process may use. In a container, the machine may have more."""
+    """Return the number of CPU cores that this process may use. In a container, the machine may have more cores."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def memory() -> int:
-    """Return the bytes of main memory of this machine or, if lower, the limit of this container."""
+    """Return this machine's main memory in bytes, or this container's memory limit if the limit is lower."""
     total = psutil.virtual_memory().total
     try:
         return min(total, int(Path("/sys/fs/cgroup/memory.max").read_text()))
@@ -28,7 +28,7 @@ def memory() -> int:
 
 
 def describe_environment() -> dict[str, Any]:
-    """Return versions and hardware as JSON-compatible values, to check whether two measurements are comparable."""
+    """Return versions and hardware as JSON-compatible values, which show whether two measurements are comparable."""
     return {
         "python": platform.python_version(),
         "torch": torch.__version__,
@@ -67,7 +67,7 @@ def integer_variable(environ: Mapping[str, str], name: str, default: int | None 
     """Return the value of an environment variable that must be an integer, or `default` if it is not set.
 
     Raises:
-        ConfigError: If it is not an integer, or is not set and has no default.
+        ConfigError: If the variable is not an integer, or if it is not set and has no default.
     """
     text = environ.get(name)
     if text is None and default is not None:

@@ -1,7 +1,7 @@
 """Write files and folders atomically, and lock folders.
 
-A file or folder is written under a temporary name, flushed to disk, and then renamed, which is atomic. `observe_disk`
-observes these operations, to simulate a failing disk or a kill at the worst moment.
+A file or folder is written under a temporary name, flushed to disk, and then renamed atomically. `observe_disk` calls
+an observer before these operations. The observer can simulate a failing disk or a crash at the worst moment.
 """
 
 import errno
@@ -29,10 +29,10 @@ LOG = logging.getLogger(__name__)
 
 
 def _find_runs() -> Path:
-    """Return the folder of all runs, and print a message if it is not where a reader would expect it.
+    """Return the folder of all runs, and print a message if it is not in the working directory.
 
-    If the working directory is read-only, the folder is in the home directory. A notebook's kernel also changes its
-    working directory then, because the cells of some notebooks write to `runs/...` themselves.
+    If the working directory is read-only, the folder is in the home directory. In this case, a notebook's kernel also
+    changes its working directory, because some notebook cells write to `runs/...` themselves.
     """
     named = os.environ.get("DDP_TUTORIAL_RUNS")
     elsewhere = Path.home() / "ddp_tutorial"
@@ -46,8 +46,8 @@ def _find_runs() -> Path:
     return elsewhere / "runs"
 
 
-# The folder of all runs. A relative path starts at the working directory of the command or the notebook's kernel.
-# The environment variable also reaches ranks, sweep points and kernels; the option `--runs-dir` sets it.
+# The folder of all runs. A relative path is relative to the working directory of the command or the notebook's kernel.
+# Ranks, sweep points and kernels inherit the environment variable, which the option `--runs-dir` sets.
 RUNS = _find_runs()
 
 # The folder that contains `notebooks` and `data`: the package if it was installed from a wheel, otherwise the root of
@@ -58,7 +58,7 @@ PROJECT = PACKAGE if (PACKAGE / "notebooks").is_dir() else PACKAGE.parent
 Operation = Literal["write", "fsync", "rename", "remove", "read"]
 DiskObserver = Callable[[Operation, Path], object]
 
-# Replaced, never changed in place, because a different thread may be writing when an observer is added or removed.
+# This tuple is replaced, never changed in place, because an observer may be added while another thread is writing.
 _observers: tuple[DiskObserver, ...] = ()
 
 
@@ -66,7 +66,8 @@ _observers: tuple[DiskObserver, ...] = ()
 def observe_disk(observer: DiskObserver) -> Iterator[None]:
     """Call `observer(operation, path)` before each durable file operation in the block, in any thread of this process.
 
-    A rename passes the new name. The observer may raise `OSError` to simulate a failing disk, or terminate the process.
+    For a rename, `path` is the new name. The observer may raise `OSError` to simulate a failing disk, or terminate the
+    process.
     """
     global _observers
     _observers = (*_observers, observer)
@@ -77,7 +78,7 @@ def observe_disk(observer: DiskObserver) -> Iterator[None]:
 
 
 def notify_observers(operation: Operation, path: Path) -> None:
-    """Call the observers of the disk. Exceptions of an observer are passed on."""
+    """Call the disk observers. An observer's exception is not caught."""
     for observer in _observers:
         observer(operation, path)
 
@@ -85,19 +86,19 @@ def notify_observers(operation: Operation, path: Path) -> None:
 def temporary_path(path: Path) -> Path:
     """Return a random name next to `path` for a file that is incomplete or about to be deleted.
 
-    A process ID would not be unique: in a container, a restarted process often has the same ID, and would find the
-    files of its predecessor.
+    A process ID would not be unique. In a container, a restarted process often has the same ID, and would find the
+    previous process's files.
     """
     return path.with_name(f".{path.name.lstrip('.')}.{secrets.token_hex(4)}.part")
 
 
 def final_name(path: Path) -> str:
-    """Return the name from which `temporary_path` made this path. Return any other path's name unchanged."""
+    """Return the name that `temporary_path` converted to this path. Return any other path's name unchanged."""
     return re.sub(r"^\.(.+)\.[0-9a-f]{8}\.part$", r"\1", path.name)
 
 
 def write_atomically(path: Path, data: bytes, mode: int = 0o666) -> None:
-    """Write `data` to `path` atomically. A reader, or a crash at any moment, finds either the old or the new content.
+    """Write `data` to `path` atomically. Even after a crash, the file contains either the old or the new content.
 
     Args:
         path: The file to write or replace.
@@ -126,7 +127,7 @@ def write_json(path: Path, content: Any) -> None:
 
 
 def without_nan(record: Mapping[str, Any]) -> dict[str, Any]:
-    """Replace NaN and infinity, which JSON does not support, by None. A plot shows a gap for None."""
+    """Replace NaN and infinity, which JSON does not support, with None. A plot shows None as a gap."""
     return {
         key: None if isinstance(value, float) and not math.isfinite(value) else value for key, value in record.items()
     }
@@ -134,7 +135,7 @@ def without_nan(record: Mapping[str, Any]) -> dict[str, Any]:
 
 @contextmanager
 def directory_written_atomically(path: Path) -> Iterator[Path]:
-    """Yield a temporary folder, which is renamed to `path` after the block.
+    """Yield a temporary folder that is renamed to `path` after the block.
 
     If the block raises an exception, the temporary folder is removed.
 
@@ -152,7 +153,7 @@ def directory_written_atomically(path: Path) -> Iterator[Path]:
 
 @contextmanager
 def directory_replaced_atomically(path: Path) -> Iterator[Path]:
-    """Yield a temporary folder, which replaces `path` after the block; see `replace_directory`."""
+    """Yield a temporary folder that replaces `path` after the block; see `replace_directory`."""
     with _aside(path) as aside:
         yield aside
         _sync_all(aside)
@@ -178,8 +179,8 @@ def _sync_all(folder: Path) -> None:
 def sync(path: Path) -> None:
     """Flush a file, or the entries of a folder, to disk. A rename is durable after its folder has been flushed.
 
-    Some file systems (9p, CIFS, some FUSE file systems) do not support this for folders. That error is ignored, because
-    there is no alternative.
+    Some file systems (9p, CIFS, some FUSE file systems) do not support this for folders. The resulting error is
+    ignored, because there is no alternative.
     """
     notify_observers("fsync", path)
     fd = os.open(path, os.O_RDONLY)
@@ -193,7 +194,7 @@ def sync(path: Path) -> None:
 
 
 def build_once(folder: Path, fill: Callable[[Path], object]) -> None:
-    """Create `folder` with `fill`, unless it exists. Several processes may call this function at the same time.
+    """Create `folder` with `fill`, unless `folder` exists. Several processes may call this function at the same time.
 
     The first process that finishes creates the folder for all of them.
 
@@ -218,15 +219,15 @@ def rename(path: Path, name: Path) -> None:
 
 
 def replaced_path(path: Path) -> Path:
-    """Return the name, next to `path`, of the old folder during a replacement; see `replace_directory`."""
+    """Return the path to which `replace_directory` temporarily renames the old folder."""
     return path.with_name(f".{path.name}.old")
 
 
 def replace_directory(new: Path, path: Path) -> None:
     """Rename the complete folder `new` to `path`, and remove the old folder afterward.
 
-    Two renames are needed, and `path` does not exist between them. If the process is killed there, the old folder is
-    `replaced_path(path)`, and `recover(path)` restores it.
+    The function renames two folders, and `path` does not exist between the renames. If the process is killed at that
+    moment, the old folder is at `replaced_path(path)`, and `recover(path)` restores it.
     """
     if path.exists():
         remove(replaced_path(path))
@@ -251,7 +252,7 @@ def recover(path: Path) -> None:
 
 
 def remove(path: Path) -> None:
-    """Delete a file or folder if it exists. Errors of the operating system are ignored."""
+    """Delete a file or folder if it exists. Ignore errors from the operating system."""
     with suppress(OSError):
         if path.exists():
             notify_observers("remove", path)
@@ -259,7 +260,7 @@ def remove(path: Path) -> None:
 
 
 def remove_temporary(folder: Path, name: str) -> None:
-    """Remove the temporary files that killed processes have left for `folder/name`. The name may contain wildcards.
+    """Remove temporary files that killed processes have left for `folder/name`. The name may contain wildcards.
 
     Lock the folder first, so that no other process is writing to these files.
     """
@@ -270,7 +271,7 @@ def remove_temporary(folder: Path, name: str) -> None:
 def new_directory(parent: Path, name: str, mode: int = 0o777) -> Path:
     """Create and return `parent/name`, or `name-2`, `name-3`, and so on if the name exists.
 
-    If two processes call this function at the same time, each gets its own folder.
+    If two processes call this function at the same time, each process creates its own folder.
 
     Args:
         parent: The parent folder.
@@ -278,7 +279,7 @@ def new_directory(parent: Path, name: str, mode: int = 0o777) -> Path:
         mode: The permissions of the folder, before the umask of the process is applied.
 
     Raises:
-        FileExistsError: If 9,999 names are taken.
+        FileExistsError: If 9,999 folders with this name already exist.
     """
     (parent / name).parent.mkdir(parents=True, exist_ok=True)
     for attempt in range(1, 10_000):
@@ -288,7 +289,9 @@ def new_directory(parent: Path, name: str, mode: int = 0o777) -> Path:
         except FileExistsError:
             continue
         return path
-    raise FileExistsError(f"{parent / name}: 9,999 folders of that name already exist")
+    raise FileExistsError(
+        f"{parent / name} and 9,998 numbered folders already exist; remove old folders, or use a different name"
+    )
 
 
 _LOCK = ".lock"  # the name of the lock file in a locked folder
@@ -314,13 +317,14 @@ def locked(folder: Path) -> Iterator[None]:
 
     The lock is a file in `folder`, which is removed at the end. Two mechanisms exclude other processes:
 
-    - The kernel's lock of this file. NFS and Lustre may apply it on one host only, and some file systems do not support
-    it. - The owner that is stored in the file. On the same machine, the owner counts as long as its process runs. On a
-      different machine, the owner counts as long as it touches the file, which it does every 5 seconds. So resuming a
-      run on a different machine than the one on which it was killed waits 15 seconds.
+    - The kernel's lock on this file. NFS and Lustre may enforce this lock on one host only, and some file systems do
+    not support it. - The owner that is stored in the file. On the same machine, the owner is valid as long as its
+    process runs. On a different machine, the owner is valid as long as it touches the file, which it does every 5
+    seconds. Therefore, if a run is killed on one machine, resuming the run on a different machine starts with a wait of
+    15 seconds.
 
-    The second mechanism has limits: two machines that lock at the same instant may both succeed, and an owner that is
-    suspended for 15 seconds loses the folder.
+    The second mechanism has limits. If two machines acquire the lock at the same instant, both may succeed. An owner
+    that is suspended for 15 seconds loses the lock.
 
     Raises:
         FolderInUseError: If a different process has locked the folder.
@@ -345,8 +349,8 @@ def locked(folder: Path) -> Iterator[None]:
 def is_locked(folder: Path) -> bool:
     """Return whether a process has locked `folder`, without waiting for the lock.
 
-    The function takes the kernel's lock for an instant, for which `locked` waits. The clocks of two machines must
-    differ by less than a minute.
+    The function holds the kernel's lock briefly, and `locked` waits until the lock is released. The clocks of the
+    machines must differ by less than a minute.
     """
     try:
         fd = os.open(folder / _LOCK, os.O_RDONLY)
@@ -366,10 +370,10 @@ def is_locked(folder: Path) -> bool:
 
 
 def _open_lock(path: Path) -> int:
-    """Open the lock file and take the kernel's lock.
+    """Open the lock file and acquire the kernel's lock.
 
     Raises:
-        FolderInUseError: If a different process has the lock.
+        FolderInUseError: If a different process holds the lock.
     """
     deadline = time.monotonic() + 0.2
     while True:
@@ -384,14 +388,14 @@ def _open_lock(path: Path) -> int:
                 error.strerror,
             )
             return fd
-        os.close(fd)  # `is_locked` has the lock for an instant, or the file has just been removed
+        os.close(fd)  # `is_locked` holds the lock for an instant, or the file has just been removed
         if time.monotonic() > deadline:
             raise _in_use(path)
         time.sleep(0.01)
 
 
 def _flock(fd: int, kind: int) -> bool:
-    """Take or release a lock of this kind without waiting, and return whether that succeeded."""
+    """Acquire a lock of the given `kind`, or release it, without waiting. Return whether this succeeded."""
     try:
         fcntl.flock(fd, kind | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -412,7 +416,7 @@ def _in_use(path: Path) -> FolderInUseError:
 
 
 def _machine() -> str:
-    """Return a name that identifies the running kernel of this machine. It changes with a reboot."""
+    """Return a name that identifies this machine's running kernel. The name changes at each reboot."""
     with suppress(OSError):
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     return socket.gethostname()
@@ -473,7 +477,7 @@ def _touching(fd: int) -> Iterator[None]:
 def _is_touched(path: Path) -> bool:
     """Return whether a process touches or writes the file, after up to three touch intervals.
 
-    The file is opened again for each check, because network file systems then ask their server.
+    The file is opened again for each check, so that network file systems query their server.
     """
 
     def seen() -> tuple[int, int]:

@@ -1,4 +1,4 @@
-"""Process groups of some of the ranks."""
+"""Create process groups that contain a subset of the ranks."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -10,7 +10,7 @@ from ddp_tutorial.world import World, require_group
 
 
 def group_of(groups: Sequence[Sequence[int]], world: World, purpose: str = "mesh") -> Any:
-    """Return the process group of this rank among `groups` of ranks, or None if this rank is in none. Collective.
+    """Return this rank's process group among `groups`, or None if no group contains this rank. Collective.
 
     Every rank of the world must pass all groups. Two calls with the same groups and purpose return the same group.
     Choose a different purpose for collectives that may start in a different order on each rank.
@@ -28,14 +28,15 @@ _shared_groups: WeakKeyDictionary[dist.ProcessGroup, dict[tuple[object, ...], An
 
 
 def shared_group(ranks: Sequence[int], purpose: str, **options: Any) -> Any:
-    """Return the process group of `ranks` for `purpose`; the first call creates the group. Collective.
+    """Return the process group of `ranks` for `purpose`. The first call creates the group. Collective.
 
-    A gloo group costs threads and sockets, so models share the groups. Groups disappear with the default group.
+    A gloo group requires threads and sockets, so models share groups. The groups are destroyed together with the
+    default group.
 
     Args:
-        ranks: The members, as ranks of the default group.
-        purpose: Separates groups with the same members.
-        options: Arguments of `torch.distributed.new_group`.
+        ranks: The members of the group, as ranks in the default group.
+        purpose: Distinguishes groups with the same members.
+        options: The arguments of `torch.distributed.new_group`.
     """
     default = dist.group.WORLD
     assert default is not None, "shared_group needs a default process group"

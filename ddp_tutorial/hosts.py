@@ -1,7 +1,7 @@
 """Select the network interface between hosts, and detect hosts that no longer respond.
 
-On a single host, none of this is needed. On several hosts, gloo would use the address of the host's own name. On many
-systems, this is a loopback address (127.0.1.1), which other hosts cannot reach.
+A single host does not need this module. On several hosts, gloo by default uses the address that the host's own name
+resolves to. On many systems, this is a loopback address (127.0.1.1), which other hosts cannot reach.
 """
 
 import os
@@ -18,7 +18,7 @@ from ddp_tutorial.config import ConfigError, FailedError
 GLOO_INTERFACE = "GLOO_SOCKET_IFNAME"
 _PROBE_SECONDS = 1.5
 _PROBE_PORT = 9  # "discard": no process listens there, so a running host refuses the connection
-# Parts of gloo's error messages for a timeout or a lost connection.
+# Substrings of gloo's error messages for a timeout or a lost connection.
 _LOST = ("timed out", "timeout", "by peer", "connection refused", "no route to host", "broken pipe")
 
 
@@ -35,14 +35,14 @@ class Peer(NamedTuple):
 
 
 def interface_to(address: str) -> str | None:
-    """Return the name of the network interface that connects this host with `address`. Sends no data.
+    """Return the name of the network interface that connects this host with `address`, without sending data.
 
     Args:
         address: A host name or an IP address.
 
     Returns:
-        The name, or None if it is unknown or if `address` is a loopback address, because all ranks are then on this
-        host.
+        The interface name. None if the name is unknown, or if `address` is a loopback address, because all ranks are
+        then on this host.
     """
     if address in {"", "localhost", "::1"} or address.startswith("127."):
         return None
@@ -63,7 +63,7 @@ def interface_to(address: str) -> str | None:
 
 
 def choose_interface(rendezvous_address: str) -> None:
-    """Set GLOO_SOCKET_IFNAME to the interface that leads to `rendezvous_address`, unless it is already set.
+    """Set GLOO_SOCKET_IFNAME to the interface that reaches `rendezvous_address`, unless the variable is already set.
 
     Raises:
         ConfigError: If the variable is already set to an interface that this host does not have.
@@ -89,7 +89,7 @@ def peers(rank: int, size: int) -> list[Peer]:
 
 
 def own_address() -> str:
-    """Return the address of the interface in GLOO_SOCKET_IFNAME, or this host's name if there is none."""
+    """Return the address of the interface in GLOO_SOCKET_IFNAME, or this host's name if there is no such address."""
     name = os.environ.get(GLOO_INTERFACE, "").partition(",")[0]
     found = [each.address for each in psutil.net_if_addrs().get(name, []) if each.family == socket.AF_INET]
     return found[0] if found else socket.gethostname()
@@ -104,7 +104,7 @@ def raise_if_lost(error: BaseException, peers: Sequence[Peer], rank: int) -> Non
         rank: The rank of this process.
 
     Raises:
-        LostHostError: If `error` is such an error.
+        LostHostError: If `error` is a timeout or a lost connection.
     """
     message = str(error).lower()
     if peers and isinstance(error, RuntimeError) and any(word in message for word in _LOST):

@@ -1,4 +1,4 @@
-"""Intervals between evaluations or checkpoints: a number of steps, `epoch`, or a number of epochs.
+"""Convert intervals between evaluations or checkpoints to steps. An interval is a number of steps or of epochs.
 
 checkpoint.every: 100        # steps
 checkpoint.every: epoch      # the end of each epoch
@@ -18,23 +18,23 @@ EPOCH = "epoch"
 
 
 def check_interval(value: Any, least: int) -> Interval:
-    """Return `value` if it is an interval: at least `least` steps, or a positive number of epochs.
+    """Return `value` if it is a valid interval, which is at least `least` steps or a positive number of epochs.
 
     Raises:
-        PydanticCustomError: If it is not.
+        PydanticCustomError: If the interval is invalid.
     """
     is_steps = isinstance(value, int) and not isinstance(value, bool) and value >= least
     if is_steps or (isinstance(value, str) and _epochs(value)):
         return value
     raise PydanticCustomError(
         "interval",
-        "Input should be a number of steps, at least {least}, or `epoch`, or a number of epochs such as `2 epochs`",
+        "Input should be a number of steps (at least {least}), `epoch`, or a number of epochs such as `2 epochs`",
         {"least": least},
     )
 
 
 def _epochs(text: str) -> float:
-    """Return the number of epochs, or 0 if `text` is not an interval."""
+    """Return the number of epochs, or 0 if `text` is not an interval in epochs."""
     if text == EPOCH:
         return 1.0
     found = re.fullmatch(r"(\d+(?:\.\d+)?) epochs?", text)
@@ -45,24 +45,25 @@ def steps_between(name: str, interval: Interval, steps_per_epoch: float | None) 
     """Return the number of steps in an interval, which may be a fraction.
 
     Raises:
-        ConfigError: If the interval is in epochs, and the length of an epoch is not known.
+        ConfigError: If the interval is in epochs, and the length of an epoch is unknown.
     """
     if not isinstance(interval, str):
         return interval
     if steps_per_epoch is None:
         raise ConfigError(
-            f"'{name}' {interval!r} requires data of known length, but a stream has none; set it to a number of steps"
+            f"'{name}' {interval!r} requires data of known length, but the length of a stream is unknown; set {name} "
+            "to a number of steps"
         )
     return _epochs(interval) * steps_per_epoch
 
 
 def is_due(step: int, every: float) -> bool:
-    """Return whether an interval of `every` steps ends in `step`. `every=0` disables the action."""
+    """Return whether an interval of `every` steps ends at `step`. `every=0` disables the action."""
     return bool(every) and _ended(step, every) > _ended(step - 1, every)
 
 
 def times_due(steps: int, every: float) -> int:
-    """Return how often an action runs in `steps` steps, if it also runs after the last step."""
+    """Return how many times an action runs in `steps` steps, if it also runs after the last step."""
     return _ended(steps, every) + (not is_due(steps, every)) if every else 0
 
 

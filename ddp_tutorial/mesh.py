@@ -1,13 +1,13 @@
 """Arrange ranks in a mesh.
 
-The ranks of a row share one copy of the model. The ranks of a column have the same part of it.
+The ranks in a row share one replica of the model. The ranks in a column store the same shard.
 
-    replicate 2 x shard 3       row 0:  ranks 0 1 2      a copy of the model, one third on each rank
-                                row 1:  ranks 3 4 5      a copy of the model, split in the same way
+    replicate 2 x shard 3       row 0:  ranks 0 1 2      a replica of the model, one third on each rank
+                                row 1:  ranks 3 4 5      a replica of the model, sharded in the same way
 
-The ranks of a row are consecutive. If a machine has as many ranks as a row, the communication within a row stays on
-that machine. Gradients are reduced over a column (ranks 0 and 3). With `pipeline` instead of `shard`, the parts are
-stages.
+The ranks in a row are consecutive. If each machine has the same number of ranks as a row, the communication within a
+row stays on one machine. Gradients are reduced over a column (ranks 0 and 3). With `pipeline` instead of `shard`, each
+rank stores pipeline stages instead of a shard.
 """
 
 from typing import Literal, NamedTuple
@@ -20,9 +20,9 @@ Along = Literal["shard", "pipeline"]
 
 
 class MeshConfig(Config):
-    """The number of copies of the model, and the number of ranks that share a copy.
+    """The number of model replicas, and the number of ranks that share a replica.
 
-    A missing value follows from the number of ranks. If all are missing, all ranks share one copy.
+    A missing value is computed from the number of ranks. If all values are missing, all ranks share one replica.
     """
 
     replicate: int | None = Field(None, ge=1, examples=[2], description="Number of replicas of the model.")
@@ -49,7 +49,7 @@ class Mesh(NamedTuple):
         return [list(column) for column in zip(*self.rows, strict=True)]
 
     def row_and_column(self, rank: int) -> tuple[int, int]:
-        """Return the row of a rank and its position in the row, both from 0."""
+        """Return a rank's row and its position in that row, both zero-based."""
         return divmod(rank, self.span)
 
 
@@ -57,12 +57,12 @@ def make_mesh(config: MeshConfig, world_size: int, along: Along) -> Mesh:
     """Return the mesh for a world of `world_size` ranks.
 
     Args:
-        config: The number of copies, and the number of ranks that share a copy.
+        config: The number of replicas, and the number of ranks that share a replica.
         world_size: The number of ranks.
-        along: The dimension that splits a copy of the model, "shard" or "pipeline".
+        along: The dimension that splits a replica, "shard" or "pipeline".
 
     Raises:
-        ConfigError: If the mesh has a different number of ranks.
+        ConfigError: If the mesh does not contain exactly `world_size` ranks.
     """
     span = config.shard if along == "shard" else config.pipeline
     given = {"replicate": config.replicate, along: span}

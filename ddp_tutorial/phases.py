@@ -1,7 +1,7 @@
-"""Mark the phases of a step with a common vocabulary: `with phase("data"): ...`.
+"""Mark the phases of a step with common names, as in `with phase("data"): ...`.
 
-Timing, profiler traces, plots, logs, and injected faults use the same names. Each of them observes two events: a phase
-is entered, and a phase is left.
+Timing, profiler traces, plots, logs, and injected faults use the same names. Observers receive two events per phase, at
+its start and at its end.
 
     with observe(Stopwatch()) as watch:
         with phase("data"):
@@ -28,7 +28,7 @@ class PhaseEvent(NamedTuple):
     Attributes:
         name: The name of the phase.
         entered: True at the start of the phase, and False at its end.
-        time: The time in seconds. All processes of a machine use the same monotonic clock.
+        time: The time in seconds. All processes on a machine use the same monotonic clock.
     """
 
     name: str
@@ -39,15 +39,15 @@ class PhaseEvent(NamedTuple):
 Observer = Callable[[PhaseEvent], object]
 SomeObserver = TypeVar("SomeObserver", bound=Observer)
 
-# Replaced, never changed in place, because a different thread may be in a phase when an observer is added or removed.
+# This tuple is replaced, never changed in place, because an observer may be added while another thread is in a phase.
 _observers: tuple[Observer, ...] = ()
 
 
 def phase(name: str) -> AbstractContextManager[None]:
     """Mark the block as the phase `name`, for all observers and for the trace of a running profiler.
 
-    An observer may raise an exception when the phase is entered, which is how faults are injected. The end of the phase
-    is also reported if the block raises an exception.
+    To inject a fault, an observer may raise an exception at the start of the phase. The end of the phase is reported
+    even if the block raises an exception.
     """
     return _Phase(name)
 
@@ -55,8 +55,8 @@ def phase(name: str) -> AbstractContextManager[None]:
 class _Phase(AbstractContextManager[None]):
     """The context manager of a phase.
 
-    A class is faster than a generator, and `record_function` is used only while a profiler records. A step of 5 ms
-    would be measurably slower otherwise.
+    The context manager is a class, because a generator is slower. For the same reason, `record_function` is used only
+    while a profiler is recording. Otherwise, a 5 ms step would be measurably slower.
     """
 
     __slots__ = ("_name", "_record")
@@ -102,18 +102,18 @@ def _notify(name: str, *, entered: bool) -> None:
 class Stopwatch:
     """An observer that sums the seconds spent in each phase. A nested phase also counts toward the outer phase.
 
-    Phases may overlap in several threads, such as those that write the files of a checkpoint. The seconds of all
-    threads are summed.
+    Phases may overlap in several threads, such as the threads that write checkpoint files. The times of all threads are
+    summed.
 
-    On a GPU, the time is that of the GPU's work, measured between two events in its queue. The time of the Python code
-    would not be meaningful, because Python only queues kernels.
+    On a GPU, the stopwatch measures the execution time between two events in the CUDA stream. The time of the Python
+    code would not be meaningful, because Python only launches kernels.
     """
 
     def __init__(self, device: torch.device | None = None) -> None:
         """Start without any phases.
 
         Args:
-            device: The device of the rank. If it is a GPU, GPU time is measured.
+            device: The device of the rank. On a GPU, the stopwatch measures GPU time.
         """
         self._gpu = device if device is not None and device.type == "cuda" else None
         self._open: dict[tuple[int, str], Any] = {}  # by thread and phase
@@ -129,7 +129,7 @@ class Stopwatch:
             self._spans.append((edge.name, self._open.pop(key), mark))
 
     def take(self) -> dict[str, float]:
-        """Return the seconds of each phase since the last call. On a GPU, wait for the work in its queue."""
+        """Return the seconds spent in each phase since the last call. On a GPU, wait for the launched kernels."""
         seconds: defaultdict[str, float] = defaultdict(float)
         while self._spans:
             name, start, end = self._spans.popleft()
@@ -138,7 +138,7 @@ class Stopwatch:
 
 
 def _gpu_event(device: torch.device) -> Any:
-    """Record an event in the queue of `device`, even if the current device of the thread is a different GPU."""
+    """Record an event in the current stream of `device`, even if the thread's current device is a different GPU."""
     event = torch.cuda.Event(enable_timing=True)
     event.record(torch.cuda.current_stream(device))
     return event

@@ -10,9 +10,9 @@ from numpy.random.mtrand import get_bit_generator, set_bit_generator
 
 
 def seed_of(*entropy: int) -> int:
-    """Return a 32-bit seed mixed from any number of integers. The seeds of (1, 0) and (0, 1) are unrelated.
+    """Return a 32-bit seed derived from any number of integers. The seeds of (1, 0) and (0, 1) are unrelated.
 
-    Do not use sums such as seed + rank: rank 1 of one run would draw the same numbers as rank 0 of the next.
+    Do not use sums such as seed + rank. Rank 1 with seed 0 would draw the same numbers as rank 0 with seed 1.
     """
     return int(np.random.SeedSequence(entropy).generate_state(1)[0])
 
@@ -20,8 +20,8 @@ def seed_of(*entropy: int) -> int:
 def reseed(*entropy: int, device: torch.device | None = None) -> None:
     """Seed Python, NumPy, torch on the CPU, and `device` if it is a GPU, from `entropy` alone.
 
-    The seed of torch is `seed_of(*entropy)`. NumPy and Python get different seeds. If NumPy's global generator is not
-    an MT19937, it is replaced by one.
+    torch's seed is `seed_of(*entropy)`. NumPy and Python receive different seeds. If NumPy's global generator is not an
+    MT19937, it is replaced with an MT19937.
     """
     for_torch, for_numpy, for_python = np.random.SeedSequence(entropy).generate_state(3).tolist()
     # torch.manual_seed would seed every GPU. If CUDA is not initialized, it saves a stack trace, which takes 2 ms.
@@ -37,7 +37,7 @@ def reseed(*entropy: int, device: torch.device | None = None) -> None:
 
 @contextmanager
 def preserved_rng(device: torch.device | None = None) -> Iterator[None]:
-    """Restore all generators after the block: Python, NumPy, torch on the CPU, and `device` if it is a GPU."""
+    """Restore the generators of Python, NumPy, torch on the CPU, and `device` if it is a GPU, after the block."""
     python, cpu = random.getstate(), torch.get_rng_state()
     generator, numpy = get_bit_generator(), np.random.get_state(legacy=False)
     gpu = torch.cuda.get_rng_state(device) if device is not None and device.type == "cuda" else None

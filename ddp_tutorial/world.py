@@ -1,8 +1,8 @@
 """Describe a rank with a frozen `World`, and create its process group.
 
-Three launchers are supported, each by its environment variables: torchrun (and `launch`, which sets the same
-variables), Slurm's `srun`, and no launcher, which means one process. Reading the variables is a pure function, so the
-tests need no cluster.
+Environment variables identify the launcher, which is torchrun, `launch` (which sets the same variables) or Slurm's
+`srun`. Without a launcher, there is one process. The variables are read by a pure function, so the tests need no
+cluster.
 """
 
 import os
@@ -33,18 +33,18 @@ class World:
     """The ranks that train together, as seen by one rank.
 
     Attributes:
-        rank: The rank of this process, from 0, over all machines.
+        rank: The rank of this process among all processes on all machines, counted from 0.
         size: The number of ranks.
-        local_rank: The rank of this process, from 0, on this machine.
+        local_rank: The rank of this process among the processes on this machine, counted from 0.
         local_size: The number of ranks on this machine.
         device: The device of this rank.
-        init_method: The URL of the rendezvous of torch's process group.
-        backend: The library for collectives. The default is NCCL for GPUs and gloo for CPUs. gloo also supports GPUs,
-            slowly, and allows ranks to share one.
+        init_method: The rendezvous URL of torch's process group.
+        backend: The backend of the process group. The default is NCCL on GPUs and gloo on CPUs. gloo is slow on GPUs,
+            but allows ranks to share a GPU.
         timeout: The timeout of a collective.
 
     Raises:
-        ConfigError: If a rank is not less than its size, or if the backend is NCCL on a CPU.
+        ConfigError: If a rank is out of range, or if the backend is NCCL on a CPU.
     """
 
     rank: int = 0
@@ -120,7 +120,7 @@ def choose_device(
     *,
     one_gpu_per_task: bool = False,
 ) -> torch.device:
-    """Return the device of one rank: its own GPU if there is one for each rank of the machine, and the CPU otherwise.
+    """Return a rank's device, which is a GPU if the machine has one GPU for each of its ranks, and otherwise the CPU.
 
     If there are fewer GPUs than ranks, the ranks share them only if the device is "cuda" and the backend is "gloo".
 
@@ -133,7 +133,8 @@ def choose_device(
         one_gpu_per_task: Whether the visible GPUs belong to this rank alone.
 
     Raises:
-        ConfigError: If `device` is unknown, or if it is "cuda" and there are too few GPUs that cannot be shared.
+        ConfigError: If `device` is unknown, or if it is "cuda", there are too few GPUs, and the ranks cannot share
+            them.
     """
     if device not in {"auto", "cpu", "cuda"}:
         raise ConfigError(f"device must be 'auto', 'cpu' or 'cuda', got {device!r}")
@@ -153,7 +154,7 @@ def choose_device(
 
 
 def choose_backend(backend: str, device: torch.device) -> str:
-    """Return the library for collectives between ranks on such devices.
+    """Return the process group backend for ranks on devices like `device`.
 
     Raises:
         ConfigError: If `backend` is unknown, or if it is "nccl" and the device is a CPU.
@@ -172,14 +173,15 @@ def choose_backend(backend: str, device: torch.device) -> str:
 def process_group(world: World) -> Iterator[World]:
     """Create the process group of `world` for the duration of the block. Collective. A single process needs no group.
 
-    If a process group already exists, as in a Ray Train worker, the block uses it. Its timeout stays the same, and its
-    owner destroys it.
+    If a process group already exists, as in a Ray Train worker, the block uses it. The block does not
+    change the group's timeout, and the code that created the group must destroy it.
 
-    Between hosts, gloo uses the network interface that leads to the first host, unless GLOO_SOCKET_IFNAME specifies
-    one.
+    Between hosts, gloo uses the network interface that reaches the first host, unless GLOO_SOCKET_IFNAME specifies
+    a different interface.
 
-    The first `import torch._dynamo` in a process (by DistributedDataParallel, for example) keeps the current group
-    alive, so that gloo's threads still run after the block (torch 2.13). Import it before the block if that matters.
+    In torch 2.13, the first `import torch._dynamo` in a process keeps the current group alive. As a result, gloo's
+    threads keep running after the block. DistributedDataParallel, for example, triggers this import. To avoid this,
+    import the module before the block.
 
     Raises:
         RuntimeError: If the existing group has a different size or rank.
@@ -234,7 +236,10 @@ def _require_same(world: World) -> None:
     """
     require_group(world)
     if dist.get_rank() != world.rank:
-        raise RuntimeError(f"this is rank {world.rank}, but rank {dist.get_rank()} in the existing process group")
+        raise RuntimeError(
+            f"this process is rank {world.rank}, but rank {dist.get_rank()} in the existing process group. "
+            "Use the World from launch(...) or World.detect()."
+        )
     if dist.get_backend() != world.backend:
         raise ConfigError(
             f"the existing process group uses {dist.get_backend()}, but backend={world.backend!r} was requested on "
@@ -243,28 +248,29 @@ def _require_same(world: World) -> None:
 
 
 def _meeting_place(world: World) -> str:
-    """Return the host of rank 0, where the ranks rendezvous."""
+    """Return the host of rank 0, which is the address of the rendezvous."""
     if world.init_method.startswith(("tcp://", "slurm://")):
         return urlsplit(world.init_method).hostname or ""
     return os.environ.get("MASTER_ADDR", "")
 
 
 def agent_store(timeout: timedelta) -> dist.Store:
-    """Return the store of torchrun's agent, the rendezvous of its ranks. The store exists as long as the agent runs."""
+    """Return the store of torchrun's agent, which the agent's ranks use as their rendezvous while the agent runs."""
     return dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False, timeout=timeout)
 
 
 def attempt_store(store: dist.Store, world: World) -> dist.Store:
-    """Return a prefix of `store` that is new for this attempt. Collective.
+    """Return a view of `store` with a key prefix that is unique to this attempt. Collective.
 
-    torchrun's agent keeps its store when it restarts the ranks. The new ranks would find the addresses of the old ones,
-    and most restarts would fail or hang (torch 2.13; TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 in the agent's environment
-    would also help). No environment variable identifies the attempt, because TORCHELASTIC_RESTART_COUNT differs between
-    agents. Therefore, rank 0 chooses a random prefix. Each other rank sends a request with its own random number, and
-    accepts only an answer that repeats this number. It ignores the answers of earlier attempts.
+    torchrun's agent keeps its store when it restarts the ranks. The new ranks would find the old ranks' addresses, and
+    most restarts would fail or hang in torch 2.13. Setting TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 in the agent's
+    environment would also avoid this problem. No environment variable identifies the attempt, because
+    TORCHELASTIC_RESTART_COUNT differs between agents. Therefore, rank 0 chooses a random prefix. Every other rank sends
+    a request that contains a random number, and accepts only an answer with the same number. Answers from earlier
+    attempts are therefore ignored.
 
     Raises:
-        RuntimeError: If a rank does not arrive within `world.timeout`.
+        RuntimeError: If a rank does not join within `world.timeout`.
     """
     deadline = time.monotonic() + world.timeout.total_seconds()
     own = secrets.token_hex(8)
@@ -293,7 +299,7 @@ def _wait_until(deadline: float, whom: str) -> None:
 
 
 def abandon_group(world: World) -> None:
-    """Leave the process group without waiting for the other ranks. Ranks that wait for this rank get an error.
+    """Leave the process group without waiting for the other ranks. Ranks that wait for this rank raise an error.
 
     With NCCL, the group is aborted, because destroying it would wait for collectives that cannot complete.
     """
@@ -304,7 +310,7 @@ def abandon_group(world: World) -> None:
 
 
 def require_group(world: World) -> None:
-    """Raise an error if `world` has several ranks but no process group of that size. Each rank would train alone.
+    """Raise an error if `world` has several ranks but no process group of that size. Ranks would train separately.
 
     Raises:
         RuntimeError: If there is no process group, or if its size differs.

@@ -14,6 +14,7 @@ PERMITTED = (
     r"needs \d+ GPU\(s\) that torch can use, found \d+",
     r"needs emulated GPUs.*",
     r"needs Linux.*",
+    r"a cluster requires Linux.*",
     r"needs a C\+\+ compiler",
     r"needs root to act as a second user",
     r".*the kernel does not permit namespaces.*",

@@ -278,12 +278,12 @@ def test_random_draws_of_a_dataset_depend_on_seed_rank_and_cursor_only() -> None
     [
         (
             [{"ids": [1, 2]}, {"ids": [1]}],
-            r"column 'ids' of row 1 is a list of 1 \(int\), that of row 0 is a list of 2",
+            r"column 'ids' of row 1 is a list of 1 \(int\), but that of row 0 is a list of 2",
         ),
-        ([torch.zeros(2), torch.zeros(3)], r"row 1 is torch.float32\[3\], that of row 0 is torch.float32\[2\]"),
+        ([torch.zeros(2), torch.zeros(3)], r"row 1 is torch.float32\[3\], but that of row 0 is torch.float32\[2\]"),
         (
             [(1, np.zeros(2)), (1, np.zeros((2, 2)))],
-            r"column '1' of row 1 is float64\[2, 2\], that of row 0 is float64\[2\]",
+            r"column '1' of row 1 is float64\[2, 2\], but that of row 0 is float64\[2\]",
         ),
         (
             [{"a": {"b": torch.zeros(1)}}, {"a": {"b": torch.zeros(2)}}],
@@ -293,14 +293,14 @@ def test_random_draws_of_a_dataset_depend_on_seed_rank_and_cursor_only() -> None
 )
 def test_rows_of_different_shapes_require_a_collate_fn(rows: list[Any], told: str) -> None:
     source = make_source(rows, 2, World(), seed=None)
-    with pytest.raises(SourceError, match=f"^rank 0, samples 0 to 1.*{told}.*need a collate_fn.*make_source") as raised:
+    with pytest.raises(SourceError, match=f"^rank 0, samples 0 to 1.*{told}.*pass a collate_fn.*make_source") as raised:
         next(source)
     assert isinstance(raised.value.__cause__, ValueError)
 
 
 def test_streamed_rows_of_different_lengths_require_a_collate_fn() -> None:
     source = make_source(FollowedText(), 4, World(), config=SourceConfig(kind="streamed"))
-    with pytest.raises(SourceError, match=r"^rank 0, places 0 to 3 of epoch 0: column 'input_ids' .* need a coll"):
+    with pytest.raises(SourceError, match=r"^rank 0, places 0 to 3 of epoch 0: column 'input_ids' .* pass a coll"):
         next(source)
 
 
@@ -321,11 +321,15 @@ BAD_ROWS: dict[str, tuple[Any, Any, str]] = {
     "unequal leaves": (
         range(SAMPLES),
         lose_a_row,
-        "every tensor of a batch of {n} samples must have {n} rows; this batch: 'x' has {n} rows, 'y.0' has {less} "
-        "rows, 'y.1' has {n} rows",
+        "every tensor in a batch of {n} samples must have {n} rows, got 'x' with {n} rows, 'y.0' with {less} "
+        "rows, 'y.1' with {n} rows",
     ),
-    "one for all": (range(SAMPLES), lambda rows: {"n": torch.tensor(1)}, "'n' is a single number"),
-    "text": ([{"x": i, "name": "a"} for i in range(SAMPLES)], None, "'x' has {n} rows, 'name' is a str, not a tensor"),
+    "one for all": (range(SAMPLES), lambda rows: {"n": torch.tensor(1)}, "'n' without a batch dimension"),
+    "text": (
+        [{"x": i, "name": "a"} for i in range(SAMPLES)],
+        None,
+        "'x' with {n} rows, 'name' of type str, not a tensor",
+    ),
     "unreadable": (Broken(), None, "row {first} cannot be read: KeyError: {first}"),
     "collate_fn fails": (range(SAMPLES), fail, "collate_fn (fail) cannot combine {n} rows from {first} to "),
 }
@@ -528,11 +532,11 @@ def refused() -> list[dict[str, str]]:
 @pytest.mark.parametrize(
     ("what", "told"),
     [
-        ("IterableDataset, sharded", "test_any_dataset.Followed has no length or no index access"),
-        ("stream, dispatched, few", "'batch_size' must be at least 2, one sample of each stream, got 1"),
+        ("IterableDataset, sharded", "test_any_dataset.Followed must define __len__ and __getitem__"),
+        ("stream, dispatched, few", "'batch_size' must be at least 2, one sample from each stream, got 1"),
         ("stream, dispatched, pad", "'source.remainder' requires a source of known length"),
-        ("no length", "it must define __len__ and __getitem__. Define both, or read the dataset as a"),
-        ("nothing", "a NoneType has no length"),
+        ("no length", "NoLength must define __len__ and __getitem__. Define both, or read the dataset as a"),
+        ("nothing", "a NoneType must define __len__"),
         ("DataLoader", "collate_fn=loader.collate_fn)"),
         (
             "splits",

@@ -385,7 +385,7 @@ BAD: dict[str, tuple[Callable[[World], Any], str]] = {
     "nothing counted": (lambda world: start(world, counts_nothing), "ValueError: the loss counted no elements"),
     "other metrics": (
         lambda world: start(world, other_metrics),
-        "LossError: the loss must return loss, of_rank_0 on rank 1",
+        "LossError: the loss must return the same names on all ranks, got [loss, of_rank_0] on rank 0",
     ),
     "elsewhere": (lambda world: start(world, model=half_on_meta()), "ConfigError: the model's '1.weight' is on meta"),
     "frozen": (
@@ -394,11 +394,11 @@ BAD: dict[str, tuple[Callable[[World], Any], str]] = {
     ),
     "foreign optimizer": (
         lambda world: start(world, optimizer=torch.optim.SGD(make_model().parameters(), lr=0.1)),
-        "ConfigError: the optimizer has 4 tensors that are not parameters of the model",
+        "ConfigError: the optimizer contains 4 tensors that are not parameters of the model",
     ),
     "half an optimizer": (
         lambda world: start(world, optimizer=lambda model: torch.optim.SGD(model[0].parameters(), lr=0.1)),
-        "ConfigError: the optimizer lacks parameter '2.weight' and 1 others",
+        "ConfigError: the optimizer must contain all trainable parameters, but lacks 2 of them",
     ),
     **{
         f"past the wrapper, {name}": (

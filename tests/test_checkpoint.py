@@ -346,7 +346,7 @@ def test_components_missing_on_either_side_are_named(tmp_path: Path) -> None:
     parts = components()
     Checkpointer(tmp_path, parts, World()).save(1)
     folder = tmp_path / checkpoint_name(1)
-    with pytest.raises(CheckpointError, match=r"does not contain 'extra'. To resume without it, exclude it by name"):
+    with pytest.raises(CheckpointError, match=r"does not contain 'extra'\. To resume without it, set resume_without="):
         Checkpointer(tmp_path, parts | {"extra": value({"x": 1})[0]}, World()).load(folder)
     model_only = Checkpointer(tmp_path, {"model": parts["model"]}, World())
     with pytest.raises(CheckpointError, match="contains 'optimizer', but this run has no such component"):
@@ -608,8 +608,9 @@ def test_per_rank_state_that_cannot_be_resharded_is_named(tmp_path: Path) -> Non
 def check_not_given(folder: Path, size: int) -> None:
     for found in launch(load_per_rank, size, folder, device="cpu", echo=False):
         assert found["told"] == (
-            f"CheckpointError: 'own' is per_rank: {folder / checkpoint_name(1)} contains it for 2 ranks, and it cannot "
-            f"be loaded on {size}. To resume without it, exclude it by name."
+            f"CheckpointError: component 'own' is per_rank: {folder / checkpoint_name(1)} contains the states of 2 "
+            f"ranks, which cannot be loaded on {size}. To resume without it, set resume_without=[own], or pass "
+            "exclude=['own'] to Checkpointer.load"
         )
         assert found["given"] == {}
         assert found["saved on"] == 2

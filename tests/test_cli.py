@@ -128,7 +128,7 @@ def assert_refused_in_one_line(done: subprocess.CompletedProcess[str], told: str
         (("train", "tiny", "corpus=parquet:gone"), "there is no file or folder 'gone'"),
         (("train", "tiny", "--check", "strategy=zero2"), "must be ddp, invariant or accelerate, got zero2"),
         (("train", "tiny", "--check", "strategy=diloco"), "must be ddp, invariant or accelerate, got diloco"),
-        (("train", "tiny", "strategy=local_sgd", "local.round=999"), "'local.round' 999 must end within 'steps' "),
+        (("train", "tiny", "strategy=local_sgd", "local.round=999"), "the first round must end within 'steps' = "),
         (("stories", "10", "."), "already exists; choose a new folder"),
         (("evaluate", "runs/gone"), "no run is called 'runs/gone'"),
         (("sample", "tests", "--prompt", "x"), "no run is called 'tests'"),
@@ -220,7 +220,7 @@ def test_devices_select_the_gpus_of_the_ranks_and_their_default_number(
     ("arguments", "told"),
     [
         (("--devices", "0,1", "nprocs=3"), "--devices 0,1 selects 2 GPUs for 3 ranks on this machine"),
-        (("--devices", "0,4"), "--devices 0,4: there is no GPU 4; torch found GPUs 0 to 3"),
+        (("--devices", "0,4"), "--devices 0,4: GPU numbers must be between 0 and 3, got 4"),
         (("--devices", "1,1"), "--devices 1,1: a GPU is repeated"),
         (("--devices", "0;1"), "such as 0,1,3, got '0;1'"),
         (("--devices", "0", "device=cpu"), "--devices selects GPUs, but 'device' is cpu"),

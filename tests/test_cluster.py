@@ -114,24 +114,25 @@ def test_invalid_settings_are_rejected_before_anything_starts(wrong: dict[str, A
 
 def test_other_operating_systems_get_a_message_that_linux_is_required(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "platform", "darwin")
-    assert (
-        clusters.unsupported_reason()
-        == "needs Linux: a cluster consists of kernel namespaces, and this system is darwin"
-    )
+    assert clusters.unsupported_reason() == "a cluster requires Linux, because it uses kernel namespaces, got darwin"
 
 
 def test_a_system_without_namespaces_reports_this_in_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     before = psutil.Process().children()  # such as the fork servers of other tests
     monkeypatch.setattr(sys, "platform", "linux")
     monkeypatch.setenv("PATH", str(tmp_path))
-    assert clusters.unsupported_reason() == "no cluster: the command 'unshare' is missing (package util-linux)"
+    assert (
+        clusters.unsupported_reason()
+        == "a cluster requires the command 'unshare', which was not found. Install the package util-linux"
+    )
     refusing = tmp_path / "unshare"
     refusing.write_text("#!/bin/sh\necho 'unshare: unshare failed: Operation not permitted' >&2\nexit 1\n")
     refusing.chmod(0o755)
-    wanted = "no cluster: the kernel does not permit namespaces (unshare: unshare failed: Operation not permitted)"
+    kernel = "the kernel does not permit namespaces (unshare: unshare failed: Operation not permitted)"
+    wanted = f"the cluster cannot be started: {kernel}"
     assert clusters.unsupported_reason() == wanted
     refusing.write_text("#!/bin/sh\necho 'TypeError: main() takes no arguments' >&2\nexit 1\n")
-    with pytest.raises(FailedError, match=r"did not start: its first process exited with 1\nTypeError: main\(\)"):
+    with pytest.raises(FailedError, match=r"did not start: its first process exited with code 1\nTypeError: main\(\)"):
         clusters.unsupported_reason()
     assert psutil.Process().children() == before
 
@@ -447,7 +448,9 @@ def test_the_hold_time_of_a_frame_excludes_its_transit_time(monkeypatch: pytest.
 
 def test_a_delay_without_tap_devices_is_rejected_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(delays, "_DEVICE", "/dev/net/none")
-    refused = r"^no delay: the kernel refuses a TAP device, /dev/net/none \(No such file or directory\)$"
+    refused = (
+        r"^a delay is not available: the kernel refuses a TAP device, /dev/net/none \(No such file or directory\)$"
+    )
     with pytest.raises(ConfigError, match=refused):
         delays.open_wire()
 
@@ -461,7 +464,9 @@ def test_the_command_line_rejects_a_delay_without_tap_devices(allowed: None, tmp
     done = subprocess.run(
         [*hide, *line], capture_output=True, text=True, timeout=150, check=False, env=env, cwd=tmp_path
     )
-    refused = "error: no delay: the kernel refuses a TAP device, /dev/net/tun (No such file or directory)\n"
+    refused = (
+        "error: a delay is not available: the kernel refuses a TAP device, /dev/net/tun (No such file or directory)\n"
+    )
     assert (done.returncode, done.stdout, done.stderr) == (2, "", refused)
     assert boxes() == before
 

@@ -163,7 +163,9 @@ def test_rank_zero_runs_first_and_its_failure_reaches_the_other_ranks(heard: lis
             assert said[0]["rank 0 fails"] == "ValueError: the disk is full"
         else:
             assert said[rank]["block"][0] >= said[0]["block"][1]  # all processes share one clock
-            told = f"RankZeroFailedError: rank 0 failed, while rank {rank} waited for it: ValueError: the disk is full"
+            told = (
+                f"RankZeroFailedError: rank 0 failed while rank {rank} was waiting for it: ValueError: the disk is full"
+            )
             assert said[rank]["rank 0 fails"] == told
         assert said[rank]["last rank fails"] == ("ValueError: the disk is full" if rank == last else "no error")
         assert said[rank]["entered"] == ([0, last] if rank == 0 else [last])

@@ -167,7 +167,7 @@ def wrapped(world: World) -> tuple[list[str], float, list[int]]:
 
 def test_wrapping_again_replaces_a_compiled_wrapper() -> None:
     for errors, weight, numbers in launch(wrapped, 2, device="cpu", threads=1, echo=False):
-        assert "'compile' must be false for a model that is compiled already" in errors[0]
+        assert "'compile' must be false for a model that is already compiled" in errors[0]
         assert "'bucket_cap_mb' must be at least 1 for a compiled model, got 0.5" in errors[1]
         assert weight == pytest.approx(2)
         assert numbers == [2, 1, 3]
@@ -242,7 +242,7 @@ def test_a_strategy_that_splits_the_model_rejects_a_compiled_model(strategy: str
 
 def test_a_missing_compiler_or_backend_is_rejected_before_ranks_start() -> None:
     for setting, message in {
-        "compile=true": "'compile' needs a C++ compiler on CPUs, and found none",
+        "compile=true": "'compile' requires a C++ compiler on CPUs, but none was found",
         "compile.backend=aot_egaer": "unknown 'compile.backend' 'aot_egaer'. Did you mean 'aot_eager'?",
         "compile.fulgraph=true": "unknown key 'compile.fulgraph'. Did you mean 'fullgraph'?",
     }.items():

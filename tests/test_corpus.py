@@ -74,7 +74,7 @@ def test_the_python_corpus_excludes_tests_and_installed_packages(
 
 
 def test_the_python_corpus_has_no_argument() -> None:
-    with pytest.raises(ConfigError, match="has no argument, got 'python:3'"):
+    with pytest.raises(ConfigError, match="does not accept an argument, got 'python:3'"):
         load_corpus("python:3")
 
 
@@ -121,7 +121,9 @@ def test_a_story_depends_only_on_its_number_and_seed() -> None:
 
 @pytest.mark.parametrize("argument", ["abc", "0", "-3", "1.5", "²"])
 def test_stories_takes_a_number(argument: str) -> None:
-    with pytest.raises(ConfigError, match=r"corpus 'stories' must have a number of stories, such as stories:3000, got"):
+    with pytest.raises(
+        ConfigError, match=r"'stories' requires a positive number of stories, such as stories:3000, got"
+    ):
         load_corpus(f"stories:{argument}")
 
 
@@ -351,7 +353,7 @@ def test_token_files_are_mapped_as_the_index_specifies(tmp_path: Path, index: by
     [
         (b"abc", b"", "must contain tokens of 2 bytes each (uint16), got 3 bytes"),
         (b"", b"", "got 0 bytes"),
-        (b"abcd", b"not an index", "is not an index file of Megatron-LM"),
+        (b"abcd", b"not an index", "is not a Megatron-LM index file"),
         (b"abcd", MEGATRON.replace(b"\x01" + bytes(7) + b"\x04", b"\x02" + bytes(7) + b"\x04"), "got version 2 and"),
         (b"abcd", MEGATRON.replace(b"\x04", b"\x06", 1), "got version 1 and type 6"),
     ],

@@ -642,8 +642,8 @@ def test_every_rank_reports_unused_parameters_and_their_ranks(size: int, variant
     for each in heard_of(size):
         for step in range(2):
             assert each["leave_parameters_unused"][variant, case, step] == (
-                f"RuntimeError: parameters that got no gradient: {unused(size, case)}. The loss does not depend on "
-                "them. Use them, freeze them with requires_grad_(False), or allow it with find_unused_parameters=True."
+                f"RuntimeError: parameters that received no gradient: {unused(size, case)}. The loss does not depend "
+                "on them. Use them, freeze them with requires_grad_(False), or allow it with find_unused_parameters=True."
             )
 
 
@@ -679,7 +679,7 @@ def fail_while_buckets_are_under_way(world: World) -> dict[str, Any]:
 def test_an_error_leaves_no_pending_bucket(size: int) -> None:
     for each in heard_of(size):
         heard = each["fail_while_buckets_are_under_way"]
-        assert "parameters that got no gradient" in heard["error"]
+        assert "parameters that received no gradient" in heard["error"]
         assert heard["transfers"] == ["bucket 0", "bucket 1", "bucket 2", "bucket 3", "used parameters"]
         torch.testing.assert_close(*heard["gradients"])
 
@@ -732,7 +732,7 @@ def torch_with_unused_parameters(world: World) -> str:
 def test_with_torchs_ddp_each_rank_names_its_unused_parameters(size: int) -> None:
     for rank, each in enumerate(heard_of(size)):
         assert each["torch_with_unused_parameters"].startswith(
-            f"RuntimeError: parameters that got no gradient: on rank {rank} 'right.weight', 'right.bias'. The loss"
+            f"RuntimeError: parameters that received no gradient: on rank {rank} 'right.weight', 'right.bias'. The loss"
         )
 
 
@@ -787,7 +787,7 @@ def test_a_second_gradient_before_finish_is_an_error(size: int, case: str) -> No
     for each in heard_of(size):
         message = each["misuse"][case]
         assert message.startswith("RuntimeError: parameter 'right.")
-        assert "got a second gradient before finish(). Run all but the last backward of a step inside" in message
+        assert "received a second gradient before finish(). Run all but the last backward pass of a step" in message
         assert "use_reentrant=False" in message
 
 
@@ -972,7 +972,7 @@ def test_parameters_unfrozen_after_wrapping_are_an_error(size: int, variant: str
 def test_a_model_without_trainable_parameters_is_an_error(size: int, variant: str) -> None:
     for each in heard_of(size):
         assert each["change_what_is_trainable"][variant, "none"] == (
-            "RuntimeError: the model has no parameter that requires a gradient: there is nothing to average"
+            "RuntimeError: the model must contain at least 1 parameter that requires a gradient, got 0"
         )
 
 
@@ -1031,56 +1031,56 @@ def normed(width: int) -> nn.Module:
     return nn.Sequential(nn.BatchNorm1d(width, affine=False))
 
 
-P, FIRST = "parameter", "at place"
+P, FIRST = "parameter", "at index"
 # The difference of the last rank's model, and the error message.
 MISMATCHES: dict[str, tuple[Callable[[], nn.Module], Callable[[], nn.Module], str]] = {
     "shape": (
         linear,
         lambda: nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 5)),
-        "at place 2, rank 0 has parameter '1.weight', float32 [4, 3], rank {last} has parameter '1.weight', "
+        "at index 2, rank 0 has parameter '1.weight', float32 [4, 3], rank {last} has parameter '1.weight', "
         "float32 [5, 3]",
     ),
     "transposed, so of as many elements": (
         lambda: nn.Linear(2, 3, bias=False),
         lambda: nn.Linear(3, 2, bias=False),
-        "at place 0, rank 0 has parameter 'weight', float32 [3, 2], rank {last} has parameter 'weight', float32 [2, 3]",
+        "at index 0, rank 0 has parameter 'weight', float32 [3, 2], rank {last} has parameter 'weight', float32 [2, 3]",
     ),
     "one fewer": (
         linear,
         lambda: linear(bias=False),
-        "at place 3, rank 0 has parameter '1.bias', float32 [4], rank {last} has nothing",
+        "at index 3, rank 0 has parameter '1.bias', float32 [4], rank {last} has nothing",
     ),
     "one more": (
         lambda: linear(bias=False),
         linear,
-        "at place 3, rank 0 has nothing, rank {last} has parameter '1.bias', float32 [4]",
+        "at index 3, rank 0 has nothing, rank {last} has parameter '1.bias', float32 [4]",
     ),
     "order": (
         in_order,
         in_another_order,
-        "at place 0, rank 0 has parameter '0', float32 [2], rank {last} has parameter '1', float32 [2]",
+        "at index 0, rank 0 has parameter '0', float32 [2], rank {last} has parameter '1', float32 [2]",
     ),
     "dtype": (
         linear,
         lambda: nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 4).double()),
-        "at place 2, rank 0 has parameter '1.weight', float32 [4, 3], rank {last} has parameter '1.weight', "
+        "at index 2, rank 0 has parameter '1.weight', float32 [4, 3], rank {last} has parameter '1.weight', "
         "float64 [4, 3]",
     ),
     "frozen": (
         linear,
         frozen_second,
-        "at place 2, rank 0 has parameter '1.weight', float32 [4, 3], rank {last} has frozen parameter '1.weight', "
+        "at index 2, rank 0 has parameter '1.weight', float32 [4, 3], rank {last} has frozen parameter '1.weight', "
         "float32 [4, 3]",
     ),
     "tied": (
         in_order,
         tied,
-        "at place 1, rank 0 has parameter '1', float32 [2], rank {last} has nothing",
+        "at index 1, rank 0 has parameter '1', float32 [2], rank {last} has nothing",
     ),
     "buffer": (
         lambda: normed(3),
         lambda: normed(4),
-        "at place 0, rank 0 has buffer '0.running_mean', float32 [3], rank {last} has buffer '0.running_mean', "
+        "at index 0, rank 0 has buffer '0.running_mean', float32 [3], rank {last} has buffer '0.running_mean', "
         "float32 [4]",
     ),
 }
@@ -1109,7 +1109,7 @@ def test_different_models_abort_a_launch_within_seconds() -> None:
         data_parallel(nn.Linear(2, 2 + world.rank), world)
 
     began = time.monotonic()
-    with pytest.raises(RankError, match="the ranks have different models: at place 0, rank 0 has parameter 'weight'"):
+    with pytest.raises(RankError, match="the ranks have different models: at index 0, rank 0 has parameter 'weight'"):
         launch(wrap, 2, device="cpu", threads=1, echo=False, timeout=180)
     assert time.monotonic() - began < 50  # seconds, instead of gloo's half hour
 
@@ -1131,7 +1131,7 @@ def test_different_models_abort_a_launch_within_seconds() -> None:
             {"variant": "flat", "gradient_as_bucket_view": False},
             "'gradient_as_bucket_view' is an option of variant torch, not of flat",
         ),
-        ({"variant": "torch", "hook": "powersgd"}, "'hook' powersgd requires variant=bucket"),
+        ({"variant": "torch", "hook": "powersgd"}, "hook=powersgd requires variant=bucket"),
         ({"variant": "bucket", "powersgd_rank": 4}, "'powersgd_rank' is an option of hook powersgd, not of hook none"),
         ({"variant": "ring"}, "'naive', 'flat', 'bucket' or 'torch'"),
         ({"bucket_cap_mb": 0}, "greater than 0"),

@@ -819,7 +819,7 @@ def with_other_detectors(world: World) -> None:
 
 
 def test_ranks_with_different_detectors_are_rejected() -> None:
-    with pytest.raises(RankError, match="the ranks have different detectors"):
+    with pytest.raises(RankError, match="all ranks must use the same detectors"):
         launch(with_other_detectors, 2, device="cpu", echo=False, timeout=180)
 
 
@@ -850,7 +850,7 @@ def test_unused_parameters_are_named_once_unless_allowed() -> None:
             optimizer.step()
     [finding] = checks.findings
     assert (finding.step, finding.ranks, finding.where) == (1, (0,), "extra.weight")
-    assert "parameters that got no gradient: 'extra.weight', 'extra.bias'." in finding.message
+    assert "parameters that received no gradient: 'extra.weight', 'extra.bias'." in finding.message
 
 
 def test_a_check_error_survives_pickling() -> None:

@@ -33,7 +33,7 @@ EXERCISES = {
 STUCK = {
     ("ddp_from_scratch.bucket_ddp", "waits until every gradient has arrived"),
     ("loss_scaling.step_together", "asks the others only if it has overflowed"),
-    ("bug_museum.find_bad_sharding", "reads each share to its end"),
+    ("bug_museum.find_bad_sharding", "reads each shard to its end"),
 }
 WRONG = [(name, mistake) for name, exercise in EXERCISES.items() for mistake in exercise.wrong]
 

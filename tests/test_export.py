@@ -80,7 +80,7 @@ def test_an_unfinished_run_exports_the_model_of_its_newest_checkpoint(result: Tr
     early = load(killed).state_dict()
     assert not torch.equal(early["tokens.weight"], whole["tokens.weight"])
     shutil.rmtree(killed / "checkpoints")
-    with pytest.raises(ConfigError, match="no model and no valid checkpoint"):
+    with pytest.raises(ConfigError, match="neither a model nor a valid checkpoint"):
         load(killed)
 
 
@@ -90,7 +90,7 @@ def test_a_missing_model_is_reported(result: TrainResult) -> None:
     with pytest.raises(ConfigError, match="train with best_model=true"):
         load(result.run, best=True)
     folder = result.run / "checkpoints" / "step_00000020"
-    with pytest.raises(CheckpointError, match="must contain one file of 'rng' for all ranks"):
+    with pytest.raises(CheckpointError, match="must contain exactly one 'rng' file, shared by all ranks"):
         stored(folder, "rng")
 
 
@@ -117,7 +117,7 @@ def test_the_commands_print_what_the_functions_return(result: TrainResult, tmp_p
 
 def test_an_empty_prompt_is_rejected(result: TrainResult) -> None:
     done = call("sample", str(result.run), "--prompt", "")
-    assert (done.returncode, done.stderr.startswith("error: the prompt must have at least one character")) == (2, True)
+    assert (done.returncode, done.stderr.startswith("error: the prompt must contain")) == (2, True)
 
 
 def test_a_model_that_cannot_be_written_leaves_the_old_one(tmp_path: Path) -> None:

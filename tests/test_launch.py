@@ -378,13 +378,13 @@ def test_rank_0_is_named_if_it_fails_while_others_wait():
     assert (caught.value.rank, caught.value.reason) == (0, "raised ConfigError: no disk")
     assert caught.value.is_a(ConfigError)
     assert not caught.value.is_a(RankZeroFailedError)
-    assert str(caught.value).count("raised RankZeroFailedError: rank 0 failed, while rank ") == 2
+    assert str(caught.value).count("raised RankZeroFailedError: rank 0 failed while rank ") == 2
 
 
 def test_an_error_that_resembles_rank_0s_failure_is_still_a_cause():
     def fail(world):
         if world.rank == 1:
-            raise ValueError("rank 0 failed, while rank 1 waited for it: no")
+            raise ValueError("rank 0 failed while rank 1 was waiting for it: no")
         time.sleep(1000)
 
     with pytest.raises(RankError) as caught:

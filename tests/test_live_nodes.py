@@ -214,8 +214,8 @@ def test_a_host_without_power_loses_its_rank_permanently(allowed: None, tmp_path
 @pytest.mark.parametrize(
     ("n", "nodes", "more", "said"),
     [
-        (3, 2, {}, "the number of ranks must be a multiple of the 2 nodes, such as 2, got 3"),
-        (1, 2, {}, "must be a multiple of the 2 nodes, such as 2, got 1"),
+        (3, 2, {}, "the number of ranks must be a multiple of the number of nodes (2), got 3"),
+        (1, 2, {}, "must be a multiple of the number of nodes (2), got 1"),
         (2, 2, {"device": "cuda"}, "device must be 'cpu' or 'auto' on a cluster"),
     ],
 )
@@ -242,7 +242,9 @@ def test_without_namespaces_one_line_is_printed_and_nothing_is_left(
     refusing.write_text("#!/bin/sh\necho 'unshare: unshare failed: Operation not permitted' >&2\nexit 1\n")
     refusing.chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path))
-    with pytest.raises(ConfigError, match="no cluster: the kernel does not permit namespaces") as told:
+    with pytest.raises(
+        ConfigError, match="the cluster cannot be started: the kernel does not permit namespaces"
+    ) as told:
         Ranks(2, cluster=Cluster(2), threads=1)
     assert "\n" not in str(told.value)
     assert set(psutil.Process().children()) <= set(before)
@@ -278,7 +280,7 @@ def test_magics_on_nodes_leave_no_process_or_network_after_the_kernel(allowed: N
     try:
         notebook.run("%load_ext ddp_tutorial")
         for line, said in (
-            ("-n 3 --nodes 2", "must be a multiple of the 2 nodes"),
+            ("-n 3 --nodes 2", "must be a multiple of the number of nodes (2)"),
             ("-n 2 --nodes 0", "nodes must be an integer from 1"),
             ("-n 2 --nodes two", "invalid int value: 'two'"),
             ("-n 2 --nodes 2 --rate 100", "rate must be a number with a unit"),

@@ -460,7 +460,7 @@ def test_ranks_of_a_cell_are_parsed(text, found):
     assert _ranks_of(text, 4) == found
 
 
-@pytest.mark.parametrize(("text", "said"), [("4", "got 4"), ("x", "select ranks as in"), ("1-9", "got 4")])
+@pytest.mark.parametrize(("text", "said"), [("4", "got 4"), ("x", "ranks must be specified as in"), ("1-9", "got 4")])
 def test_nonexistent_ranks_are_rejected(text, said):
     with pytest.raises(MagicError, match=said):
         _ranks_of(text, 4)
@@ -529,7 +529,7 @@ def test_magics_leave_no_ranks_after_the_kernel(notebook, tmp_path):
     assert "config" in answer["content"]["matches"]
     assert notebook.run("%ranks script 'an out.py'")["printed"] == (
         "an out.py: torchrun --nproc-per-node 2 'an out.py'\n"
-        "First assign a value to config in the script: of the values that put sent, it contains only numbers.\n"
+        "First assign a value to config in the script. Of the values that put sent, the script contains only numbers.\n"
     )
     script = tmp_path / "an out.py"
     assert "loss" in script.read_text()

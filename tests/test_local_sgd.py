@@ -84,9 +84,12 @@ def test_the_outer_step_equals_torchs_nesterov_on_the_difference() -> None:
             {"strategy": "local_sgd", "local": {"outer_momentum": 0.5}},
             "'local.outer_momentum' is an option of strategy diloco, not of local_sgd",
         ),
-        ({"strategy": "post_local_sgd"}, "first averages gradients: set 'local.begin' to at least 1 step"),
-        ({"strategy": "diloco", "steps": 5}, "'local.round' 8 must end within 'steps' 5"),
-        ({"strategy": "post_local_sgd", "steps": 20, "local": {"begin": 15}}, "8 after 'local.begin' 15 must end"),
+        ({"strategy": "post_local_sgd"}, "'local.begin' must be at least 1 for strategy post_local_sgd"),
+        ({"strategy": "diloco", "steps": 5}, "the first round must end within 'steps' = 5, got 'local.round' = 8"),
+        (
+            {"strategy": "post_local_sgd", "steps": 20, "local": {"begin": 15}},
+            "got 'local.round' = 8 after 'local.begin' = 15",
+        ),
         ({"strategy": "diloco", "ddp": {"variant": "flat"}}, "'ddp.variant' is an option of strategies ddp and zero1"),
         ({"strategy": "local_sgd", "oom_skips": 2}, "'oom_skips' is an option of strategy ddp, not of local_sgd"),
     ],
@@ -683,7 +686,7 @@ def test_other_world_sizes_can_resume_only_at_the_end_of_a_round(two: Any, three
         told = rank[flavour, "within"]
         assert told.startswith(CheckpointError.__name__)
         assert (
-            "1 steps into a round of 3 steps: each of 2 ranks has different weights, which cannot be loaded on 3"
+            "after 1 of the 3 steps of a round. The weights of its 2 ranks differ and cannot be loaded on 3 ranks"
             in told
         )
         assert "\n" not in told
@@ -693,7 +696,7 @@ def test_other_world_sizes_can_resume_only_at_the_end_of_a_round(two: Any, three
 def test_the_round_length_can_change_only_at_the_end_of_a_round() -> None:
     model, other = make_toy(), make_toy()
     saved = LocalWeightsState(model, World(), Rounds(4), lambda: 2).state_dict()
-    with pytest.raises(CheckpointError, match=r"2 steps into a round of 4 steps\. Resume with local\.round=4"):
+    with pytest.raises(CheckpointError, match=r"after 2 of the 4 steps of a round\. Resume with local\.round=4"):
         LocalWeightsState(other, World(), Rounds(2), lambda: 0).load_state_dict(saved)
     model.spare.data.add_(1)
     LocalWeightsState(other, World(), Rounds(4), lambda: 0).load_state_dict(saved)

@@ -586,7 +586,10 @@ def test_tables_contain_the_speedup_over_the_baseline() -> None:
     assert [row.split(" | ")[-2:] for row in rows] == [["1.50", "75% |"], ["1.00", "100% |"], ["-", "- |"]]
     with_rate("other", 1, 100.0, batch_size=16, steps=9)
     done = run("logs", "summary", "two", "other", "--format", "csv", "--baseline", "four")
-    assert done.stderr == "no speedup over runs/four for runs with different settings: runs/other (batch_size)\n"
+    assert (
+        done.stderr
+        == "the speedup over runs/four is not defined for runs with different settings: runs/other (batch_size)\n"
+    )
     two, other = csv.DictReader(done.stdout.splitlines())
     assert [two[key] for key in ("run", "ranks", "throughput", "unit")] == ["runs/two", "2", "200.0", "tokens/s"]
     assert [float(two["speedup"]), float(two["efficiency"])] == pytest.approx([2 / 3, 4 / 3])
@@ -626,19 +629,22 @@ def test_a_summary_without_a_name_is_that_of_the_newest_run() -> None:
         (("plot", "empty"), "no steps have been logged yet in runs/empty"),
         (
             ("plot", "timeless", "--metrics", "loss", "--x", "time"),
-            "runs/timeless has no step times; use --x step",
+            "runs/timeless contains no step times; use --x step",
         ),
         (("plot", "mine", "-o", "figure.gif"), "the extension of '-o' must be one of .png, .svg, .pdf"),
         (("plot", "mine", "-o", "figure"), "the extension of '-o' must be one of .png, .svg, .pdf"),
         (("plot", "mine", "-o", "gone/figure.png"), "the folder 'gone' of '-o' gone/figure.png does not exist"),
         (("summary", "mien"), "no run is called 'mien'. Did you mean 'mine'?"),
-        (("plot", "mine", "--all"), "give the names of runs, or --all, not both"),
-        (("summary", "mine", "--all"), "give the names of runs, or --all, not both"),
+        (("plot", "mine", "--all"), "specify run names or --all, not both"),
+        (("summary", "mine", "--all"), "specify run names or --all, not both"),
         (("summary", "mine", "--baseline", "mine"), "--baseline requires --format md, csv or json, got --format text"),
         (("summary", "mine", "--format", "md", "--baseline", "mien"), "no run is called 'mien'. Did you mean 'mine'?"),
-        (("summary", "mine", "--format", "md", "--baseline", "empty"), "the baseline runs/empty has no throughput"),
+        (
+            ("summary", "mine", "--format", "md", "--baseline", "empty"),
+            "the log of the baseline runs/empty must contain a throughput",
+        ),
         (("tail", "mien"), "no run is called 'mien'. Did you mean 'mine'?"),
-        (("tail", "mine", "--rank", "5"), "runs/mine has no log of rank 5; it has logs of ranks 0, 1"),
+        (("tail", "mine", "--rank", "5"), "runs/mine contains no log of rank 5; it contains logs of ranks 0, 1"),
     ],
 )
 def test_a_mistake_is_reported_in_one_line_and_nothing_is_written(arguments: tuple[str, ...], told: str) -> None:
@@ -745,7 +751,7 @@ def test_a_glob_over_runs_skips_and_counts_paths_that_are_not_runs() -> None:
     names = sorted(map(str, Path("runs").iterdir()))
     for command in (["plot", "--compare"], ["summary"]):
         done = run("logs", *command, *names)
-        assert (done.returncode, done.stderr) == (0, "skipped 3 of 5 paths, which are not runs\n")
+        assert (done.returncode, done.stderr) == (0, "skipped 3 of 5 paths, because they are not runs\n")
     assert [line for line in done.stdout.splitlines() if line.startswith("runs/")] == ["runs/a", "runs/b"]
     assert run("logs", "plot", "runs/cache", "runs/plot-a-b.png").returncode == 2
     assert run("logs", "plot", "a", "gone").returncode == 2

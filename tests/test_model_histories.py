@@ -69,11 +69,11 @@ REFUSALS = [
         "a forward pass started before",
         one("wrap", "backward", *STEP[1:]),
     ),
-    Pair(BUCKETS, "two losses", "got a second gradient before finish", one("wrap", "two losses", "step")),
+    Pair(BUCKETS, "two losses", "received a second gradient before finish", one("wrap", "two losses", "step")),
     Pair(
         BUCKETS,
         "layer in two reentrant checkpoints",
-        "got a second gradient before finish",
+        "received a second gradient before finish",
         one(*STEP, block=Block("layer in two reentrant checkpoints")),
     ),
     Pair(

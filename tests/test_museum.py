@@ -87,7 +87,7 @@ def says_nothing(world: World) -> dict[str, float]:
 
 def test_a_dead_rank_is_reported_and_the_remaining_programs_are_examined() -> None:
     found = examine({"first": says_nothing, "dies": dies, "last": says_nothing})
-    assert "a rank dies" in found["dies"]["hang"]
+    assert "a rank crashed" in found["dies"]["hang"]
     assert found["first"] == found["last"] == dict.fromkeys(applying(says_nothing), "")
 
 
@@ -104,7 +104,7 @@ def test_files_of_programs_are_removed_even_if_a_rank_dies(tmp_path: Path) -> No
 
     found = examine({"writes": writes, "writes and dies": partial(writes, fails=True)})
     assert found["writes"] == dict.fromkeys(applying(writes), "")
-    assert "a rank dies" in found["writes and dies"]["hang"]
+    assert "a rank crashed" in found["writes and dies"]["hang"]
     folders = set(map(Path, told.read_text().splitlines()))
     assert len(folders) > len(found)
     assert not any(folder.exists() for folder in folders)

@@ -90,12 +90,12 @@ def test_without_clipping_and_schedule_the_update_is_the_optimizers_own() -> Non
 
 
 WRONG_OBJECTS: list[tuple[dict[str, Any], str]] = [
-    ({"optimizer": torch.optim.SGD}, "or a function of the model, got the class SGD: construct it"),
+    ({"optimizer": torch.optim.SGD}, "returns an Optimizer, got the class SGD: construct it"),
     ({"optimizer": lambda model: [sgd(model)]}, "got list: use one optimizer with several parameter groups"),
     ({"optimizer": [sgd, sgd]}, "got list: use one optimizer with several parameter groups"),
     ({"optimizer": "sgd"}, "got str: construct it"),
     ({"scheduler": ReduceLROnPlateau}, "ReduceLROnPlateau is not supported"),
-    ({"scheduler": [1]}, "must be an LRScheduler or a function of the optimizer, got list"),
+    ({"scheduler": [1]}, "returns an LRScheduler, got list"),
 ]
 
 
@@ -122,7 +122,7 @@ WRONG: list[tuple[tuple[str, ...], str]] = [
     (("optimizer.class=torch.optim.Adafactor", "strategy=zero2"), "strategy zero2 updates a flat shard of each"),
     (
         ("optimizer.class=torch.optim.SGD", "optimizer.args.lr=1", "learning_rate_rule=sqrt"),
-        "'learning_rate_rule' sqrt scales 'learning_rate', which 'optimizer.args.lr' replaces",
+        "'optimizer.args.lr' overrides 'learning_rate', so 'learning_rate_rule' = sqrt has no effect",
     ),
 ]
 
@@ -298,10 +298,10 @@ WRONG_CLASSES: list[tuple[tuple[str, ...], str]] = [
     (("model.class=mine.Smoothed",), "'model.class' must be a subclass of torch.nn.modules.module.Module"),
     (("model.class=mine.Bigram",), "'model': mine.Bigram does not accept 'args': TypeError: missing a required argum"),
     (("model.class=Bigram",), "'model' must be the import path of a class and its arguments"),
-    (("model.args.vocab=3",), "'model.args' are the arguments of 'model.class', which is missing"),
+    (("model.args.vocab=3",), "'model.args' requires 'model.class', got none"),
     (("loss=plain",), "'loss' must be the import path of a class and its arguments"),
-    (("loss=mine.NUMBER",), "'loss' must be the import path of a function, got 'mine.NUMBER', int"),
-    (("loss=mine.Smoothed",), "'loss' must be the import path of a function, got 'mine.Smoothed', type"),
+    (("loss=mine.NUMBER",), "'loss' must be the import path of a function, but 'mine.NUMBER' is of type int"),
+    (("loss=mine.Smoothed",), "'loss' must be the import path of a function, but 'mine.Smoothed' is of type type"),
     (("loss.class=mine.Bigram",), "'loss': mine.Bigram does not accept 'args': TypeError"),
 ]
 

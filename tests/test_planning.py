@@ -353,9 +353,9 @@ def test_the_command_prints_the_comparison() -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ((), "error: a model is missing: write one of gpt-2, "),
+        ((), "error: a model is required: specify one of gpt-2, "),
         (("gpt-5",), "error: the model must be one of gpt-2, "),
-        (("gpt-2", "depth=3"), "error: a change of the shape must be NAME=VALUE"),
+        (("gpt-2", "depth=3"), "error: a shape setting must have the form NAME=VALUE"),
         (("gpt-2", "layers=0"), "error: layers must be a whole number of at least 1, got '0'"),
         (("gpt-2", "gated=3"), "error: gated must be true or false, got '3'"),
         (("gpt-2", "heads=7"), "error: width must be a multiple of heads"),

@@ -272,12 +272,12 @@ def test_an_overflow_on_one_rank_is_known_to_all_ranks(two: list[dict[Any, Any]]
     [
         (
             ("fp32", "loss"),
-            "step 3: the gradient is not finite. On rank 1, the loss of micro-batch 0, hence the gradient of "
+            "step 3: the gradient is not finite. On rank 1, the loss of micro-batch 0, and therefore the gradient of "
             "'norm.bias' and others.",
         ),
         (
             ("fp16", "loss"),
-            "step 3: the gradient is not finite. On rank 1, the loss of micro-batch 0, hence the gradient of "
+            "step 3: the gradient is not finite. On rank 1, the loss of micro-batch 0, and therefore the gradient of "
             "'norm.bias' and others.",
         ),
         (

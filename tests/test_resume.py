@@ -207,7 +207,7 @@ def test_a_different_setting_is_reported_and_can_be_allowed_by_name() -> None:
     with pytest.raises(ConfigError) as error:
         train(World(), different)
     assert (
-        "learning_rate was 0.003, is 0.01; weight_decay was 0.1, is 0.5. Use the same settings, or allow them by name: "
+        "learning_rate was 0.003, is 0.01; weight_decay was 0.1, is 0.5. Use the same settings, or allow the changes "
         in str(error.value)
     )
     assert "resume_allow=[learning_rate, weight_decay]" in str(error.value)
@@ -226,7 +226,7 @@ def test_a_component_can_be_excluded_by_name(capsys: pytest.CaptureFixture[str])
 
 
 def test_an_impossible_resume_is_rejected_at_the_start() -> None:
-    with pytest.raises(ValueError, match="'resume' auto resumes the run of the same 'name'"):
+    with pytest.raises(ValueError, match="'resume' = auto requires the 'name' of the run to resume"):
         config_of(resume="auto")
 
 

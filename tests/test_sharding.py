@@ -174,7 +174,7 @@ def test_a_dropped_remainder_is_less_than_a_batch_and_varies_by_epoch(
     samples: int, batch: int, seed: int, epoch: int
 ) -> None:
     if samples < batch:
-        with pytest.raises(ValueError, match="there must be at least one batch"):
+        with pytest.raises(ValueError, match="the dataset must contain at least one batch"):
             GlobalBatchSampler(Permutation(samples, seed), batch, "drop")
         return
     sharding = GlobalBatchSampler(Permutation(samples, seed), batch, "drop")

@@ -221,7 +221,7 @@ def test_a_time_limit_without_units_or_an_ambiguous_one_is_rejected(time: str) -
         (["resume=runs/other", "name=mine"], "'resume' must be never or auto for a Slurm job, got runs/other"),
         (
             ["strategy=invariant", "nprocs=3", "micro_batches=4"],
-            "must be a power of two and at most 'micro_batches' 4, got 3",
+            r"must be a power of two and at most 4 \('micro_batches'\), got 3",
         ),
         (["steps=0"], "'steps' must be greater than or equal to 1"),
     ],

@@ -65,7 +65,8 @@ def test_a_warning_appears_if_workers_outnumber_cores(
     assert too_many_workers(3, 4, 16) is None
     warning = too_many_workers(8, 4, 16)
     assert warning is not None
-    assert "starts 32 worker processes on this machine, beside 4 ranks on 16 cores. Use source.workers=3" in warning
+    assert "starts 32 worker processes on this machine, in addition to 4 ranks on 16 cores. Use" in warning
+    assert "Use source.workers=3" in warning
     assert "Use source.workers=0" in str(too_many_workers(2, 4, 2))
     monkeypatch.setattr(sources, "cores", lambda: 1)
     for workers, warned in ((1, False), (2, True)):
@@ -79,9 +80,9 @@ def test_a_source_is_checked_without_its_ranks() -> None:
     check_source(blocks, 4, three, SourceConfig(kind="streamed", streams=3))
     with pytest.raises(ConfigError, match="rank 2 of 3 has no samples: with 4 samples and batch_size 2"):
         check_source(blocks, 2, three, SourceConfig(kind="sharded"))
-    with pytest.raises(ConfigError, match="the number of streams must be at least the 3 ranks, got 2"):
+    with pytest.raises(ConfigError, match="the number of streams must be at least 3, one stream for each rank, got 2"):
         check_source(blocks, 4, three, SourceConfig(kind="streamed", streams=2))
-    with pytest.raises(ConfigError, match="'batch_size' must be at least 4, one sample of each stream, got 3"):
+    with pytest.raises(ConfigError, match="'batch_size' must be at least 4, one sample from each stream, got 3"):
         check_source(blocks, 3, three, SourceConfig(kind="streamed"))
 
 
@@ -244,7 +245,7 @@ def test_steps_longer_than_an_epoch_span_several_epochs() -> None:
 
 
 def test_an_order_for_a_different_dataset_is_rejected() -> None:
-    with pytest.raises(ConfigError, match="the data must have 21 samples, as the order does, got 20"):
+    with pytest.raises(ConfigError, match="the data must contain 21 samples to match the permutation, got 20"):
         ShardedSource(blocks_of(20), GlobalBatchSampler(Permutation(21, 0), 3), SINGLE_PROCESS)
 
 
@@ -333,10 +334,10 @@ def test_a_stream_without_a_seed_keeps_its_order() -> None:
 @pytest.mark.parametrize(
     ("lengths", "batch", "streams", "size", "told"),
     [
-        ((0,), 2, None, 1, "the dataset is empty: none of its streams has a sample"),
-        ((0, 0), 2, None, 1, "the dataset is empty: none of its streams has a sample"),
-        ((5,), 2, 1, 2, "the number of streams must be at least the 2 ranks, got 1"),
-        ((5, 5, 5), 2, None, 1, "'batch_size' must be at least 3, one sample of each stream, got 2"),
+        ((0,), 2, None, 1, "the dataset is empty: none of its streams contains a sample"),
+        ((0, 0), 2, None, 1, "the dataset is empty: none of its streams contains a sample"),
+        ((5,), 2, 1, 2, "the number of streams must be at least 2, one stream for each rank, got 1"),
+        ((5, 5, 5), 2, None, 1, "'batch_size' must be at least 3, one sample from each stream, got 2"),
     ],
 )
 def test_an_impossible_stream_is_reported(
@@ -462,13 +463,13 @@ def test_a_dispatched_source_on_one_rank_reads_directly() -> None:
     [
         (
             lambda tree: {"tokens": tree["tokens"][1:]},
-            r"every tensor of a batch of 3 samples must have 3 rows; this batch: 'tokens' has 2 rows\.",
+            r"every tensor in a batch of 3 samples must have 3 rows, got 'tokens' with 2 rows\.",
         ),
         (
             lambda tree: tree | {"mean": tree["tokens"].float().mean()},
-            "'tokens' has 3 rows, 'mean' is a single number",
+            "'tokens' with 3 rows, 'mean' without a batch dimension",
         ),
-        (lambda tree: tree | {"name": ["text"] * 3}, "'tokens' has 3 rows, 'name' is a str, not a tensor. A batch"),
+        (lambda tree: tree | {"name": ["text"] * 3}, "'tokens' with 3 rows, 'name' of type str, not a tensor. A batch"),
     ],
 )
 def test_a_batch_that_cannot_be_sharded_is_reported(transform: Callable[[Tree], Tree], told: str) -> None:
@@ -903,8 +904,8 @@ def test_a_worker_that_hangs_is_named_after_the_timeout(monkeypatch: pytest.Monk
     kind, told, seconds, state = error_of(second_rank(transform=in_worker(1, hang), worker_timeout=5))
     assert kind == "SourceError"
     assert told == (
-        "rank 1, worker 1 of 2, samples 9 to 15 (4 of them): no batch within 5 s: the worker hangs, or requires a "
-        "larger source.worker_timeout"
+        "rank 1, worker 1 of 2, samples 9 to 15 (4 of them): no batch arrived within 5 s: the worker hangs, or "
+        "requires a larger source.worker_timeout"
     )
     assert 5 < seconds < 60
     assert state == {"cursor": 8}
@@ -983,7 +984,7 @@ def test_a_killed_worker_of_rank_0_is_reported_on_all_ranks_quickly(trouble: lis
 def test_a_source_that_rank_0_cannot_create_is_reported_on_all_ranks(trouble: list[dict[str, Any]]) -> None:
     for rank in trouble:
         assert "'workers' must be at least 0, got -1" in rank["dispatched, not made"]
-    assert trouble[1]["dispatched, not made"].startswith("rank 0 failed, while rank 1 waited for it: ")
+    assert trouble[1]["dispatched, not made"].startswith("rank 0 failed while rank 1 was waiting for it: ")
 
 
 @pytest.mark.parametrize("kind", KINDS)

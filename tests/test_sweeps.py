@@ -266,7 +266,7 @@ def test_a_mistake_in_the_grid_is_reported_in_one_line(notebook: Path, settings:
         ("a.json", "[]", "must contain a list of points"),
         ("a.json", "[3]", "must contain a list of points"),
         ("a.yaml", "[{2: 1}]", "a parameter must have a name such as ddp.variant, got 2"),
-        ("a.yaml", "[{how: a}, {how: b, number: 2}]", "point 2 sets how, number"),
+        ("a.yaml", "[{how: a}, {how: b, number: 2}]", "got how, number for point 2"),
         ("a.yaml", "[{how: a}, {how: a}]", 'the point {"how": "a"} occurs twice; to run a point again, use --repeats'),
         ("a.yaml", "[{how: 2024-01-01}]", "YAML reads 2024-01-01 as a date"),
         ("a.yaml", "[{hwo: a}]", "tiny.ipynb has no parameter 'hwo'. Did you mean 'how'?"),

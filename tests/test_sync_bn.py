@@ -190,7 +190,7 @@ def test_plain_batch_norm_would_be_detected() -> None:
 @pytest.mark.parametrize("size", [1, 2, 3])
 def test_one_value_per_channel_is_an_error_on_every_rank(size: int) -> None:
     assert {rank["one value"] for rank in ranks_of(size)} == {
-        "ValueError: expected more than 1 value per channel on all ranks together, got 1"
+        "ValueError: expected more than 1 value per channel across all ranks, got 1"
     }
 
 

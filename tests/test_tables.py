@@ -145,6 +145,6 @@ def test_one_value_has_no_interval_and_100_values_take_a_second() -> None:
 def test_an_invalid_table_is_rejected_in_one_line(tmp_path: Path) -> None:
     (tmp_path / "text").write_text("no table")
     for name in ("text", "gone"):
-        with pytest.raises(ConfigError, match="is not the table of a sweep") as caught:
+        with pytest.raises(ConfigError, match="is not a sweep table") as caught:
             read_table(tmp_path / name)
         assert "\n" not in str(caught.value)

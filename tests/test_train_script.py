@@ -161,7 +161,7 @@ MISTAKES = {
     "saves nothing": ({"state": lambda saved, run: None}, "killed after step 21, and there is no checkpoint"),
     "does not save after the last step": (
         {"state": only("two", lambda saved: state(34))},
-        "its last checkpoint is of step 34",
+        "its last checkpoint is from step 34",
     ),
     "saves DDP itself": (
         {"state": lambda saved, run: {"step": 17, "model": {f"module.{n}": w for n, w in saved["model"].items()}}},
@@ -179,7 +179,7 @@ MISTAKES = {
     ),
     "goes wrong on one rank": (
         {"lines": only("one", lambda lines: [line._replace(letters=line.letters // 2) for line in lines])},
-        "The run on one rank: The words of step 1 must have 83 letters",
+        "The run on one rank: The words of step 1 must contain 83 letters",
     ),
 }
 
@@ -221,7 +221,7 @@ def test_other_wrong_words_are_reported_with_step_and_numbers():
     lines = list(words.course(21).lines)
     lines[15] = lines[15]._replace(letters=99)
     said = words.wrong_from_the_start(lines)
-    assert f"The words of step 16 must have {words.course(21).lines[15].letters} letters" in said
+    assert f"The words of step 16 must contain {words.course(21).lines[15].letters} letters" in said
     assert "got 99" in said
 
 

@@ -167,7 +167,7 @@ def test_different_validation_data_are_rejected_before_a_folder_exists(told: Any
 def test_a_run_that_cannot_save_is_rejected_before_its_first_step(told: Any) -> None:
     for each in told:
         assert each["checkpoints"].startswith(
-            "ConfigError: rank 1 does not see runs/mine, the folder of the checkpoints: "
+            "ConfigError: all ranks must share the checkpoint folder runs/mine, but rank 1 cannot see rank 0's folder. "
         )
         assert not each["runs"]
 
@@ -175,7 +175,7 @@ def test_a_run_that_cannot_save_is_rejected_before_its_first_step(told: Any) -> 
 def test_it_is_also_rejected_if_each_node_has_a_folder_of_that_name(told: Any) -> None:
     for each in told:
         assert each["one each"].startswith(
-            "ConfigError: rank 1 does not see runs/mine, the folder of the checkpoints: "
+            "ConfigError: all ranks must share the checkpoint folder runs/mine, but rank 1 cannot see rank 0's folder. "
         )
         assert each["left in them"] == ["runs/mine", "runs/mine/config.json"]
 
@@ -190,7 +190,7 @@ def test_auto_does_not_start_over_if_all_checkpoints_are_invalid() -> None:
     assert told.startswith("ConfigError: none of the 2 checkpoints in mine/checkpoints can be read: ")
     assert "step_00000001/model.safetensors must have " in told
     assert "step_00000002/model.safetensors must have " in told
-    assert told.endswith("To start over, use a different name, or move mine/checkpoints.")
+    assert told.endswith("To start over, use a different run name, or move mine/checkpoints.")
 
 
 # ------------------------------------------------------------------------------------- rank 0 keeps them for all
@@ -264,9 +264,11 @@ def test_rank_0_saves_for_nodes_without_a_shared_folder_and_runs_resume(
             assert each[f"{name}: went on"] == whole[name], name
             assert each[f"{name}: checkpoints"] == (rank == 0)
         assert each["pieces"].startswith("ConfigError: 'checkpoint.shared' must be true, because 'optimizer' is")
-        assert each["later"].startswith("ConfigError: rank 1 has step_00000004 of later on its disk, but rank 0,")
-        assert each["shared"].startswith("ConfigError: rank 1 does not see runs/ddp, the folder of the checkpoints: ")
-        assert each["places"].startswith("ConfigError: runs/ddp has logs of other ranks, but none of rank 0, ")
+        assert each["later"].startswith("ConfigError: rank 1 found step_00000004 of later on its disk, but rank 0 ")
+        assert each["shared"].startswith(
+            "ConfigError: all ranks must share the checkpoint folder runs/ddp, but rank 1 "
+        )
+        assert each["places"].startswith("ConfigError: runs/ddp contains logs of other ranks, but not of rank 0. ")
         assert (each["changed"], each["changed there"]) == (set(), set()), "a refused command changes nothing"
     assert not list(workdir.glob("node1/runs/*/checkpoints"))
     files = {path.name for path in (workdir / "node0/runs/ddp/checkpoints" / checkpoint_name(4)).iterdir()}

@@ -1,9 +1,9 @@
-"""Hugging Face's Accelerate as a strategy.
+"""Train with Hugging Face's Accelerate as a strategy.
 
-Accelerate wraps the model, decides which micro-batch communicates, and runs the backward pass. Everything else is the
-same as for the other strategies: the gradient is that of a sum divided by the count of all ranks, half precision is
-that of `Precision`, and a checkpoint has the components of strategy ddp. Accelerate divides each loss by the number of
-micro-batches, so the loss is multiplied by that number first.
+Accelerate wraps the model, decides in which micro-batch the ranks communicate, and runs the backward pass. Everything
+else is the same as in the other strategies. The losses of all ranks are summed and divided by the total count,
+`Precision` implements half precision, and a checkpoint contains the same components as with strategy ddp. Accelerate
+divides each loss by the number of micro-batches, so this strategy first multiplies the loss by that number.
 """
 
 import os
@@ -28,10 +28,10 @@ from ddp_tutorial.world import World
 
 
 def require_accelerate() -> None:
-    """Raise `ConfigError` if the package accelerate is not installed."""
+    """Raise `ConfigError` if the `accelerate` package is not installed."""
     if find_spec("accelerate") is None:
         raise ConfigError(
-            "strategy accelerate requires the package accelerate, which is not installed. Run: "
+            "strategy=accelerate requires the 'accelerate' package, which is not installed. Run: "
             "pip install 'ddp-tutorial[peers]'"
         )
 
@@ -39,10 +39,10 @@ def require_accelerate() -> None:
 class AccelerateStrategy(ReplicatedStrategy):
     """Data parallelism with Accelerate's `prepare`, `accumulate` and `backward`.
 
-    The constructor is collective. Only the options in `FORWARDED_OPTIONS` are used from `config`.
+    The constructor is collective. Of the options in `config`, only those in `FORWARDED_OPTIONS` are used.
 
     Raises:
-        ConfigError: If Accelerate is not installed. Also if ACCELERATE_* variables or an earlier `Accelerator` of this
+        ConfigError: If Accelerate is not installed. Also if ACCELERATE_* variables or an earlier `Accelerator` in this
             process configured a different world, a different device or features other than gradient averaging.
     """
 
@@ -58,7 +58,7 @@ class AccelerateStrategy(ReplicatedStrategy):
         accumulation: int = 1,
         precision: Precision | None = None,
     ) -> None:
-        """Wrap the model, and give all ranks rank 0's weights."""
+        """Wrap the model, and broadcast rank 0's weights."""
         require_accelerate()
         precision = precision or Precision(world=world)
         _require_launch_options(precision.config.dtype, accumulation)
@@ -91,7 +91,7 @@ class AccelerateStrategy(ReplicatedStrategy):
 
     @property
     def micro_batches_per_rank(self) -> int:
-        """Micro-batches of a step on each rank."""
+        """The number of micro-batches per step on each rank."""
         return self.accumulation
 
     def backward(self, batches: Sequence[Any], stop_flags: float = 0.0) -> Totals:
@@ -100,13 +100,13 @@ class AccelerateStrategy(ReplicatedStrategy):
             raise ValueError("a step must have at least 1 micro-batch, got 0")
         parts = len(batches)
         self.loss.begin(parts)
-        # Accelerate counts micro-batches over all steps; a failed step must not shift the next one.
+        # Accelerate counts micro-batches over all steps. Reset the count, because a failed step would shift it.
         self.accelerator.step, self.accelerator.gradient_accumulation_steps = 0, parts
         for number, batch in enumerate(batches):
             with self.accelerator.accumulate(self.wrapped):
                 calls = self.calls
                 with phase("forward"):
-                    # Compensate for the averaging over ranks and micro-batches, because this loss is a part of a sum.
+                    # Compensate for the averaging over ranks and micro-batches, because this loss is one term of a sum.
                     part = self.loss.forward(self.loss_model, batch, loss_multiplier=self.world.size * parts)
                 require_call(self.calls > calls)
                 if number == parts - 1:
@@ -128,17 +128,17 @@ def _require_launch_options(dtype: str, accumulation: int) -> None:
         if value not in {"no", "1", *used}:
             option = variable.removeprefix("ACCELERATE_").lower()
             raise ConfigError(
-                f"strategy accelerate does not use --{option} of accelerate launch, got {value!r}: leave the option "
-                f"out, and {instead}"
+                f"strategy=accelerate does not use the option --{option} of accelerate launch, got {value!r}. Remove "
+                f"the option, and {instead}"
             )
 
 
 @contextmanager
 def _environment_of(world: World) -> Iterator[None]:
-    """Set the environment variables that Accelerate reads to the values of `world`, while the block runs.
+    """Set the environment variables that Accelerate reads to the values of `world` for the duration of the block.
 
-    Without them, Accelerate would ignore Slurm's variables, start a process group for a single rank of torchrun, and
-    change the number of threads.
+    Without these values, Accelerate would ignore Slurm's variables, create a process group even if torchrun started
+    only one rank, and change the number of threads.
     """
     configured = {
         "RANK": world.rank,
@@ -161,7 +161,7 @@ def _environment_of(world: World) -> Iterator[None]:
 
 
 def _require_fit(accelerator: Any, world: World) -> None:
-    """Raise `ConfigError` if Accelerate is set up differently from what this strategy needs."""
+    """Raise `ConfigError` if Accelerate is not set up for this rank of `world`."""
     kind = accelerator.distributed_type.value
     wanted = "NO" if world.size == 1 else f"MULTI_{'GPU' if world.device.type == 'cuda' else 'CPU'}"
     found = (kind, accelerator.process_index, accelerator.num_processes, str(accelerator.device))
@@ -169,7 +169,7 @@ def _require_fit(accelerator: Any, world: World) -> None:
     if found != expected:
         raise ConfigError(
             "Accelerate must be set up as {} for rank {} of {} on {}, got {} for rank {} of {} on {}. Remove "
-            "ACCELERATE_* environment variables, and any other Accelerator of this process".format(*expected, *found)
+            "ACCELERATE_* environment variables, and any other Accelerator in this process".format(*expected, *found)
         )
     if world.size > 1 and world.device.type == "cuda" and world.device.index != world.local_rank:
-        raise ConfigError("strategy accelerate requires one GPU per rank; use strategy=ddp for ranks that share a GPU")
+        raise ConfigError("strategy=accelerate requires one GPU per rank; use strategy=ddp for ranks that share a GPU")

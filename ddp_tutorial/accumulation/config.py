@@ -1,4 +1,4 @@
-"""Settings of the precision, and the DDP options that are passed to Accelerate."""
+"""Define the precision settings, and the DDP options that are passed to Accelerate."""
 
 from typing import Literal
 
@@ -11,10 +11,10 @@ FORWARDED_OPTIONS = ("bucket_cap_mb", "find_unused_parameters", "gradient_as_buc
 
 
 class PrecisionConfig(Config):
-    """The type of matrix products, and the loss scaling for float16."""
+    """The data type of matrix products, and the loss scaling for float16."""
 
     dtype: Literal["fp32", "bf16", "fp16"] = Field(
-        "fp32", description="Type of matrix products; weights, gradients and optimizer state stay in float32."
+        "fp32", description="Data type of matrix products; weights, gradients and optimizer state stay in float32."
     )
     initial_scale: float = Field(65536.0, ge=1, description="fp16 only: initial loss scale.")
     growth_interval: int = Field(

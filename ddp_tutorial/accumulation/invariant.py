@@ -1,16 +1,16 @@
-"""Training that is bitwise identical on 1, 2, 4 ... ranks.
+"""Train with bitwise identical results on 1, 2, 4 ... ranks.
 
-Floating-point sums depend on the order of the operands. Here the order does not depend on the number of ranks. A step
+Floating-point sums depend on the order of the operands. Here, the order does not depend on the number of ranks. A step
 has V micro-batches (a power of two), numbered as in `sharding.permutation.shard_micro_batches`, and their gradients are
-summed in one binary tree. While n gradients are left, gradient v and gradient v + n / 2 are added:
+summed in one binary tree. In a round that starts with n gradients, gradient v and gradient v + n / 2 are added:
 
     V = 4      0   1   2   3
                 \\   \\ /   /            0 + 2 and 1 + 3: each within one rank, if there are two ranks
                  0   1                 0 + 1: between the two ranks
 
-With W ranks, rank r has the micro-batches r, r + W, r + 2 W, ... So the first rounds run within each rank. In each of
-the last log2 W rounds, pairs of ranks exchange their sums (recursive doubling). Both ranks of a pair get the same bits,
-because a + b equals b + a. The random numbers of dropout depend on the micro-batch, not on the rank.
+With W ranks, rank r processes the micro-batches r, r + W, r + 2 W, ... Therefore, the first rounds run within each
+rank. In each of the last log2 W rounds, pairs of ranks exchange their sums (recursive doubling). The sums of both ranks
+are bitwise identical, because a + b equals b + a. Dropout's random numbers depend on the micro-batch, not on the rank.
 """
 
 from collections.abc import Mapping, Sequence
@@ -34,10 +34,10 @@ from ddp_tutorial.world import World, require_group
 class InvariantStrategy(ReplicatedStrategy):
     """A strategy whose gradients do not depend on the number of ranks, which must divide `micro_batches`.
 
-    Runs are bitwise identical only with the same type of processor, the same version of torch and the same size of
-    micro-batches. On CPUs a sum also depends on the number of threads: the constructor sets it to one for this process,
-    and `Trainer.train` restores it. A model with buffers, such as BatchNorm's running statistics, is rejected, because
-    they depend on which rank processed which samples.
+    Runs are bitwise identical only with the same processor type, torch version and micro-batch size. On CPUs, sums also
+    depend on the number of threads. The constructor sets this number to one, and `Trainer.train` restores it. A model
+    with buffers, such as BatchNorm's running statistics, is rejected, because buffers depend on which rank processed
+    which samples.
     """
 
     link: Link | None = None  # gradients are sent by torch's collectives
@@ -51,15 +51,19 @@ class InvariantStrategy(ReplicatedStrategy):
         seed: int = 0,
         precision: Precision | None = None,
     ) -> None:
-        """Give all ranks rank 0's weights, and use one thread from now on. Raise `ConfigError` for unsuitable models.
+        """Broadcast rank 0's weights, and use one thread from now on.
 
         Args:
             model: The model, on this rank's device.
             world: The ranks.
             loss: The loss function.
-            micro_batches: Micro-batches of a step over all ranks, a power of two.
+            micro_batches: The number of micro-batches per step over all ranks, a power of two.
             seed: The seed of dropout.
-            precision: The precision; float32 by default.
+            precision: The precision. The default is float32.
+
+        Raises:
+            ConfigError: If the model contains buffers, or if `micro_batches` is not compatible with the number of
+                ranks.
         """
         require_group(world)
         require_even_shares(micro_batches, world.size)
@@ -78,11 +82,11 @@ class InvariantStrategy(ReplicatedStrategy):
 
     @property
     def micro_batches_per_rank(self) -> int:
-        """Micro-batches of a step on each rank."""
+        """The number of micro-batches per step on each rank."""
         return self.micro_batches // self.world.size
 
     def backward(self, batches: Sequence[Any], stop_flags: float = 0.0) -> Totals:
-        """Fill `.grad` and return the totals of all ranks. `batches` are this rank's micro-batches, in order."""
+        """Set `.grad`, and return the totals of all ranks. `batches` are this rank's micro-batches, in order."""
         if len(batches) != self.micro_batches_per_rank:
             raise ValueError(
                 f"a step must have {self.micro_batches_per_rank} micro-batches on each rank, got {len(batches)}"
@@ -99,7 +103,7 @@ class InvariantStrategy(ReplicatedStrategy):
         return totals
 
     def _gradient(self, batch: Any, number: int) -> torch.Tensor:
-        """Return the gradient of one micro-batch as a vector, followed by 1 per used parameter and 0 per unused one."""
+        """Return one micro-batch's gradient as a vector, followed by one flag per parameter: 1 if used, otherwise 0."""
         self.module.zero_grad(set_to_none=True)
         with seeded_rng(self.seed, self.step, number, device=self.world.device):
             with phase("forward"):
@@ -130,7 +134,7 @@ class InvariantStrategy(ReplicatedStrategy):
 
 
 class _Tree:
-    """A running sum that adds pairs of partial sums of equal size, and stores at most log2 of them."""
+    """A running sum that adds pairs of partial sums over the same number of vectors."""
 
     def __init__(self) -> None:
         self.partial: list[tuple[int, torch.Tensor]] = []  # the number of vectors, and their sum
@@ -143,7 +147,7 @@ class _Tree:
         self.partial.append((count, vector))
 
     def sum(self) -> torch.Tensor:
-        [(_, total)] = self.partial  # a power of two leaves one
+        [(_, total)] = self.partial  # one partial sum is left, because the number of vectors is a power of two
         return total
 
 
@@ -173,10 +177,10 @@ def add_across_ranks(world: World, vector: torch.Tensor) -> torch.Tensor:
 
 
 def require_even_shares(micro_batches: int, ranks: int) -> None:
-    """Raise `ConfigError` unless the number of micro-batches is a power of two and a multiple of the ranks."""
+    """Raise `ConfigError` unless `micro_batches` is a power of two and a multiple of the number of ranks."""
     if micro_batches < 1 or micro_batches & (micro_batches - 1):
         raise ConfigError(f"'micro_batches' must be a power of two, such as 4, got {micro_batches}")
     if micro_batches % ranks:
         raise ConfigError(
-            f"the number of ranks must be a power of two and at most 'micro_batches' {micro_batches}, got {ranks}"
+            f"the number of ranks must be a power of two and at most {micro_batches} ('micro_batches'), got {ranks}"
         )

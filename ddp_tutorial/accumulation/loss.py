@@ -1,4 +1,4 @@
-"""The interface of a loss function, and its sum over the micro-batches of a step and over all ranks.
+"""Define the interface of a loss function, and sum losses over a step's micro-batches and over all ranks.
 
     def loss(model, batch):
         logits = model(batch["pixels"])
@@ -6,7 +6,7 @@
         count = len(batch["digit"])
         return F.cross_entropy(logits, batch["digit"], reduction="sum"), count, {"accuracy": (right, count)}
 
-A loss function returns a sum and a count, because sums and counts of micro-batches and ranks can be added, and means
+A loss function returns a sum and a count. Sums and counts of different micro-batches and ranks can be added, but means
 cannot. The count is the number of samples, or of tokens that are not padding. Metrics are also sums and counts, by
 name. To use several losses, return their weighted sum, and report each loss as a metric.
 """
@@ -48,7 +48,7 @@ class Totals:
     same_path: bool = True  # whether `path` was the same number on all ranks; see `StepLoss.reduce`
 
     def means(self) -> dict[str, float]:
-        """Return the mean of the loss and of each metric; NaN if the count is zero."""
+        """Return the mean of the loss and of each metric, or NaN if the count is zero."""
         return {name: self.sums[name] / self.counts[name] if self.counts[name] else math.nan for name in self.sums}
 
 
@@ -56,10 +56,10 @@ def call_loss(loss: Loss, model: Any, batch: Any) -> tuple[torch.Tensor, dict[st
     """Call the loss function and check its result.
 
     Returns:
-        The tensor to call `backward` on; and the detached sum and count of the loss and of each metric, by name.
+        The tensor to call `backward` on, and the detached sum and count of the loss and of each metric, by name.
 
     Raises:
-        LossError: If `loss` returns something else.
+        LossError: If `loss` does not return a sum, a count and optionally metrics.
     """
     returned = loss(model, batch)
     if not (isinstance(returned, tuple) and len(returned) in {2, 3}):
@@ -68,14 +68,14 @@ def call_loss(loss: Loss, model: Any, batch: Any) -> tuple[torch.Tensor, dict[st
     metrics = rest[0] if rest else {}
     if not isinstance(total, torch.Tensor) or total.numel() != 1:
         raise LossError(
-            f"the first value that the loss returns must be a sum, a tensor with one element, as in '{_EXAMPLE}'; "
+            f"the first value that the loss returns must be the sum, a tensor with one element, as in '{_EXAMPLE}', "
             f"got {_describe(total)}"
         )
     if not _is_number(count):
-        raise LossError(f"the second value that the loss returns must be the count, got {_describe(count)}")
+        raise LossError(f"the second value that the loss returns must be the count, a number, got {_describe(count)}")
     if not isinstance(metrics, Mapping) or LOSS in metrics:
         raise LossError(
-            f"the third value that the loss returns must be metrics other than {LOSS!r}, such as "
+            f"the third value that the loss returns must be a dict of metrics without the key {LOSS!r}, such as "
             f"{{'accuracy': (correct, count)}}, got {_describe(metrics)}"
         )
     for name, pair in metrics.items():
@@ -116,15 +116,15 @@ def _describe(value: object) -> str:
 class StepLoss:
     """A loss function that is called for each micro-batch of a step and summed over micro-batches and ranks.
 
-    The gradient is that of the sum divided by the count of all ranks, but the counts of other ranks are known only
-    during the backward pass. So `forward` divides by an *expected* count, and `finish` multiplies the gradient by
-    expected / actual. The expected count is the previous step's count, rounded to a power of two. Division by a power
-    of two is exact, so the gradient does not depend on the expected count. In float16, the numbers are about as large
-    as those of a mean.
+    The loss is the sum divided by the count, both over all ranks. However, the counts of other ranks are known only
+    during the backward pass. Therefore, `forward` divides by an *expected* count, and `finish` multiplies the gradient
+    by expected / actual. The expected count is the previous step's count, rounded to a power of two. Division by a
+    power of two is exact, so the gradient does not depend on the expected count. In float16, the values are about as
+    large as those of a mean.
     """
 
     def __init__(self, loss: Loss, world: World, precision: Precision | None = None) -> None:
-        """Start without an expected count, which the first step determines."""
+        """Start without an expected count. The first step determines it."""
         self.loss, self.world, self.precision = loss, world, precision or Precision(world=world)
         self.names: tuple[str, ...] = ()
         self.expected = 0.0
@@ -137,10 +137,10 @@ class StepLoss:
         self._micro_batches, self._parts, self._summed = micro_batches, {}, None
 
     def forward(self, model: Any, batch: Any, loss_multiplier: float = 1.0) -> torch.Tensor:
-        """Return the loss of one micro-batch: its part of the mean over all ranks.
+        """Return the loss of one micro-batch, as its contribution to the mean over all ranks.
 
         The result is multiplied by `precision.loss_scale` and by `loss_multiplier`. The first call is collective: if
-        the loss is wrong on some rank, all ranks raise `LossError`.
+        the loss is invalid on some rank, all ranks raise `LossError`.
         """
         if self.names:
             total, parts = self._call(model, batch)
@@ -148,7 +148,8 @@ class StepLoss:
             total, parts = self._first_call(model, batch)
         if tuple(parts) != self.names:
             raise LossError(
-                f"the loss must return {', '.join(self.names)}, as in the first call, got {', '.join(parts)}"
+                f"the loss must return the same names in every call, got [{', '.join(self.names)}] in the first call "
+                f"and [{', '.join(parts)}] in this call"
             )
         before = self._parts
         self._parts = {name: _sum(before[name], pair) if before else pair for name, pair in parts.items()}
@@ -172,8 +173,8 @@ class StepLoss:
                 raise LossError(f"on rank {rank}, {problem}")
             if names != of_ranks[0][1]:
                 raise LossError(
-                    f"the loss must return {', '.join(of_ranks[0][1])} on rank {rank}, as on rank 0, got "
-                    f"{', '.join(names)}"
+                    f"the loss must return the same names on all ranks, got [{', '.join(of_ranks[0][1])}] on rank 0 "
+                    f"and [{', '.join(names)}] on rank {rank}"
                 )
         self.names = tuple(parts)
         self.expected = self.expected or _power_of_two(sum(each for _, _, each in of_ranks))
@@ -199,10 +200,10 @@ class StepLoss:
     def finish(self, parameters: Iterable[nn.Parameter]) -> Totals:
         """Return the totals of all ranks, and correct the gradients of `parameters` if the expected count was wrong.
 
-        Call this method when the gradients of the step are complete.
+        Call this method after all gradients of the step have been computed.
 
         Raises:
-            ValueError: On all ranks, if the count is zero over all ranks, so that there is no mean.
+            ValueError: On all ranks, if the count over all ranks is zero, because the mean is then undefined.
         """
         totals = self._receive()
         self._correct(parameters, totals.counts[LOSS])
@@ -210,7 +211,7 @@ class StepLoss:
         return totals
 
     def _receive(self) -> Totals:
-        """Return the totals that `reduce` started to sum."""
+        """Wait for the all-reduce that `reduce` started, and return the totals."""
         assert self._summed is not None, "call reduce before finish"
         *numbers, stop_flags, path, squares = self._summed()
         self._summed = None
@@ -224,13 +225,13 @@ class StepLoss:
             multiply_(gradients, self.expected / count)
 
     def _expect(self, totals: Totals) -> None:
-        """Set the expected count of the next step. Raise `ValueError` if the count of all ranks is zero."""
+        """Set the expected count of the next step. Raise `ValueError` if the count over all ranks is zero."""
         if not totals.counts[LOSS]:
             raise ValueError("the loss counted no elements on any rank in this step, so its mean is undefined")
         self.expected = _power_of_two(totals.counts[LOSS])
 
     def state_dict(self) -> dict[str, float]:
-        """Return the expected count, the same on all ranks. In float16, it determines which numbers overflow."""
+        """Return the expected count, which is the same on all ranks. It determines which float16 values overflow."""
         return {"expected": self.expected}
 
     def load_state_dict(self, state: Mapping[str, float]) -> None:
@@ -247,5 +248,5 @@ def _double(value: Number) -> Number:
 
 
 def _power_of_two(count: float) -> float:
-    """Return the nearest power of two on a logarithmic scale; 1 if `count` is zero, infinite or NaN."""
+    """Return the nearest power of two on a logarithmic scale, or 1 if `count` is zero, infinite or NaN."""
     return 2.0 ** round(math.log2(count)) if 0 < count < math.inf else 1.0

@@ -1,4 +1,4 @@
-"""Check for the most frequent mistake in a loss function: it returns a mean instead of a sum."""
+"""Check whether a loss function returns a mean instead of a sum, which is the most frequent mistake."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -16,9 +16,9 @@ from ddp_tutorial.world import World
 
 
 def require_sum(world: World, loss: Loss, model: nn.Module, batch: Any, precision: Precision) -> None:
-    """Raise `LossError` on all ranks if the loss is a mean on some rank, because its weight would be wrong. Collective.
+    """Raise `LossError` on all ranks if the loss is a mean instead of a sum on some rank. Collective.
 
-    A batch that is not a tree of tensors with rows is not checked.
+    The check runs only if the batch is a tree of tensors with the same number of rows.
     """
     # All ranks check or no rank does, because with sharded weights a forward pass is collective.
     if any_rank(world, not has_rows(batch)):
@@ -39,12 +39,12 @@ def has_rows(batch: Any) -> bool:
 def is_mean_loss(loss: Loss, model: nn.Module, batch: Any, precision: Precision) -> bool:
     """Return whether `loss` does not change when all samples are duplicated, although its count doubles.
 
-    `batch` is a tree of tensors with at least one row. Returns False if the loss raises.
+    `batch` is a tree of tensors with at least one row. If the loss raises an exception, the result is False.
     """
     few = tree_map(lambda leaf: leaf[:2], batch)
     twice = tree_map(lambda leaf: torch.cat([leaf, leaf]), few)
     with (
-        torch.compiler.set_stance("force_eager"),  # compiling the model for these few samples would take longer
+        torch.compiler.set_stance("force_eager"),  # compiling the model for these few samples would be slower
         preserved_rng(tree_leaves(batch)[0].device),
         torch.no_grad(),
         evaluating(model),
@@ -60,7 +60,7 @@ def is_mean_loss(loss: Loss, model: nn.Module, batch: Any, precision: Precision)
 
 @contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
-    """Put `model` in evaluation mode; after the block, restore the mode of each module."""
+    """Put `model` in evaluation mode, and restore the mode of each module after the block."""
     modes = {module: module.training for module in model.modules()}
     model.eval()
     try:

@@ -15,7 +15,7 @@ from ddp_tutorial.compat import TorchDispatchMode, storage_id, tree_leaves
 
 @dataclass
 class SavedBytes:
-    """The bytes of each saved storage, by its identity. A storage that several tensors share is counted once."""
+    """The size in bytes of each saved storage, by storage ID. A storage shared by several tensors is counted once."""
 
     storages: dict[int, int] = field(default_factory=dict)
 
@@ -27,7 +27,7 @@ class SavedBytes:
 
 @contextmanager
 def count_saved_bytes(model: nn.Module) -> Iterator[SavedBytes]:
-    """Count the bytes that autograd saves for backward, without the parameters and buffers of `model`.
+    """Count the bytes that autograd saves for the backward pass, except the parameters and buffers of `model`.
 
     with count_saved_bytes(model) as saved:
         loss = model(inputs).sum()
@@ -52,15 +52,15 @@ class PeakMemory(TorchDispatchMode):
         loss_of(model, batch).backward()
     print(memory.peak_bytes)
 
-    Tensors that existed before, such as parameters, do not count. Memory that an operator allocates and frees
-    internally does not count either.
+    Tensors that already exist, such as parameters, are not counted. Memory that an operator allocates and frees
+    internally is not counted either.
     """
 
     def __init__(self) -> None:
         """Start with no memory in use."""
         super().__init__()
         self.bytes_in_use = self.peak_bytes = 0
-        self._sizes: dict[int, int] = {}  # of each living storage, by its identity; 0 if it existed before
+        self._sizes: dict[int, int] = {}  # bytes by storage ID, for each live storage; 0 if it existed before
 
     def __torch_dispatch__(
         self,

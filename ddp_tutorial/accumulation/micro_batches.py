@@ -1,8 +1,8 @@
-"""The micro-batches of one optimizer step, and when ranks communicate.
+"""Accumulate gradients over the micro-batches of an optimizer step, and communicate once.
 
-The gradient of a step is that of the mean loss over all its micro-batches on all ranks. The mean of the micro-batches'
-means is a different number if their sizes differ. So the losses are summed, and the sum is divided once by the total
-count (see `loss.StepLoss`).
+A step computes the gradient of the mean loss over all micro-batches on all ranks. If the micro-batches have different
+sizes, the mean of their means differs from this mean. Therefore, the losses are summed, and the sum is divided once by
+the total count (see `loss.StepLoss`).
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -17,7 +17,7 @@ Item = TypeVar("Item")
 
 
 def group(items: Iterable[Item], count: int, remainder: Literal["flush", "drop"] = "flush") -> Iterator[list[Item]]:
-    """Yield groups of `count` micro-batches. `remainder` decides whether a smaller last group is yielded or dropped."""
+    """Yield groups of `count` micro-batches. `remainder` specifies whether to yield or drop a smaller last group."""
     if count < 1:
         raise ValueError(f"a step must have at least 1 micro-batch, got {count}")
     step: list[Item] = []
@@ -33,11 +33,11 @@ def group(items: Iterable[Item], count: int, remainder: Literal["flush", "drop"]
 def accumulate(model: DataParallel, loss: StepLoss, batches: Sequence[Any], stop_flags: float = 0.0) -> Totals:
     """Run the forward and backward passes of all micro-batches, and return the totals of all ranks. Collective.
 
-    Afterwards every rank has the gradient of the mean loss over the micro-batches of all ranks, times
+    Afterwards, `.grad` on every rank contains the gradient of the mean loss over the micro-batches of all ranks, times
     `precision.loss_scale`. Ranks synchronize once, in the last micro-batch.
 
     Raises:
-        ValueError: If there are no micro-batches; on all ranks, if the count of the loss is zero on all of them.
+        ValueError: If there are no micro-batches. Also, on all ranks, if the count of the loss over all ranks is zero.
         LossError: If the loss function does not call `model`.
     """
     if not batches:
@@ -47,10 +47,10 @@ def accumulate(model: DataParallel, loss: StepLoss, batches: Sequence[Any], stop
         is_last = index == len(batches) - 1
         with (
             nullcontext() if is_last else model.no_sync()
-        ):  # including the forward pass, in which torch decides what to reduce
+        ):  # including the forward pass, in which torch decides whether to reduce
             calls = model.calls
             with phase("forward"):
-                # Compensate for the averaging over ranks, because this loss is a part of a sum.
+                # Compensate for the averaging over ranks, because this loss is one term of a sum.
                 part = loss.forward(model.loss_model, batch, loss_multiplier=model.world.size)
             require_call(model.calls > calls)
             if is_last:

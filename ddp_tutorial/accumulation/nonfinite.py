@@ -13,11 +13,11 @@ from ddp_tutorial.world import World
 
 
 def locate_nonfinite(world: World, module: nn.Module, loss: Loss, batches: Sequence[Any], precision: Precision) -> str:
-    """Return a description of where a number that is not finite comes from. Collective.
+    """Return a description of the origin of a non-finite value. Collective.
 
-    After the all-reduce, a NaN of one rank is on all ranks. So each rank repeats the forward and backward passes of its
-    own batches, without changing `.grad`. It checks the loss first, then the gradient of each parameter, in the order
-    of the backward pass.
+    After the all-reduce, a NaN from one rank has spread to all ranks. Therefore, each rank repeats the forward and
+    backward passes of its own batches, without changing `.grad`. Each rank first checks the loss and then each
+    parameter's gradient, in the order of the backward pass.
     """
     found = None
     parameters = _parameters_backwards(module)
@@ -28,17 +28,17 @@ def locate_nonfinite(world: World, module: nn.Module, loss: Loss, batches: Seque
         first = _first_nonfinite([(name, g) for (name, _), g in zip(parameters, gradients, strict=True)])
         where = f"of micro-batch {number}"
         if found:
-            continue  # with sharded weights, a forward pass is collective: all ranks run the same number
+            continue  # with sharded weights, a forward pass is collective, so all ranks run the same number of passes
         if weight := _first_nonfinite(parameters):
             found = f"parameter {weight!r} itself"
         elif not bool(total.isfinite()):
-            found = f"the loss {where}" + (f", hence the gradient of {first!r} and others" if first else "")
+            found = f"the loss {where}" + (f", and therefore the gradient of {first!r} and others" if first else "")
         elif first:
             found = f"the gradient {where} for parameter {first!r}, the first in the backward pass"
     descriptions = [f"on rank {rank}, {each}" for rank, each in enumerate(all_gather(world, found)) if each]
     return "; ".join(descriptions) or (
-        "in a second computation, all values are finite on every rank: the sum over ranks overflowed, or dropout "
-        "differed"
+        "when the passes were repeated, all values were finite on every rank: the sum over ranks overflowed, or "
+        "dropout differed"
     )
 
 

@@ -1,16 +1,16 @@
-"""If a rank runs out of memory in the forward pass, all ranks agree to skip the batch.
+"""Skip a batch on all ranks if a rank runs out of memory in the forward pass.
 
     each rank                            all ranks
     forward pass of a micro-batch  ->    all-reduce: which ranks failed?  ->  none: backward pass
                                                                           ->  some: OutOfMemoryError on all ranks
 
-DDP's collectives of the forward pass come before the model computes, and those of the backward pass have not started
-yet. So at this point every rank can join the all-reduce, including those that failed. The reduced tensor contains one
-number per rank. It runs for each micro-batch and must wait for the forward pass.
+DDP's forward collectives run before the model computes, and its backward collectives have not started yet. Therefore,
+every rank can join the all-reduce at this point, even if its forward pass failed. The reduced tensor contains one
+number per rank. The all-reduce runs in each micro-batch and must wait for the forward pass.
 
-In three cases the ranks do not agree, and the error aborts the run. In the backward pass, the other ranks are already
+In three cases, the ranks do not agree, and the error aborts the run. In the backward pass, the other ranks are already
 in all-reduces that the failed rank never joins. A forward pass with collectives, such as that of `SyncBatchNorm`, has
-the same problem. And if the first step fails, the next one would most likely fail as well.
+the same problem. If the first step fails, the next step would most likely fail as well.
 """
 
 from typing import Any
@@ -23,26 +23,26 @@ from ddp_tutorial.config import FailedError
 
 
 class OutOfMemoryError(FailedError):
-    """Some ranks ran out of memory in the forward pass. Raised on all ranks, before the backward pass communicates."""
+    """Raised on all ranks, before the backward pass, if some ranks ran out of memory in the forward pass."""
 
     def __init__(self, ranks: tuple[int, ...], description: str = "") -> None:
-        """Create the error. `ranks` failed; `description` is the allocator's message, on those ranks."""
+        """Create the error for the failed `ranks`. On these ranks, `description` is the allocator's message."""
         super().__init__(
             f"rank {', '.join(map(str, ranks))} ran out of memory in forward{description and f': {description}'}"
         )
         self.ranks, self.description = ranks, description
 
     def __reduce__(self) -> tuple[type, tuple[tuple[int, ...], str]]:
-        """Return how to unpickle the error, because its arguments are not its message."""
+        """Return the constructor arguments for unpickling, because they differ from the error message."""
         return OutOfMemoryError, (self.ranks, self.description)
 
 
 class BackwardOutOfMemoryError(FailedError):
-    """A rank ran out of memory in the backward pass, where ranks can no longer agree. Raised on that rank."""
+    """Raised on a rank that ran out of memory in the backward pass, when ranks can no longer skip the batch."""
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Return whether the allocator of a GPU or of the CPU raised `error`. For the CPU, torch has no error type."""
+    """Return whether a GPU or CPU allocator raised `error`. For the CPU, torch does not define an error type."""
     if isinstance(error, MemoryError | torch.OutOfMemoryError):
         return True
     return (
@@ -69,5 +69,5 @@ class OutOfMemoryAgreement(StepLoss):
         ranks = tuple(rank for rank, has in enumerate(all_reduce_sum(self.world, failed).tolist()) if has)
         if ranks:
             raise OutOfMemoryError(ranks, description)
-        assert part is not None, "it has not failed here"
+        assert part is not None, "the forward pass has not failed on this rank"
         return part

@@ -1,10 +1,10 @@
-"""Mixed precision, loss scaling, gradient clipping and the optimizer step, in the same way on every rank.
+"""Implement mixed precision, loss scaling, gradient clipping and the optimizer step, identically on every rank.
 
 With autocast (Micikevicius et al., "Mixed precision training", 2018), matrix products are computed in 16 bits. Weights,
-gradients and the optimizer state stay in float32. bfloat16 requires nothing else. The largest number of float16 is
-65,504, and numbers below 6e-8 become zero. So the loss is multiplied by a scale before the backward pass, and the
-gradient is divided by it afterwards. If the scale was too large, the gradient overflows. Then all ranks skip the step,
-and the scale is halved.
+gradients and the optimizer state stay in float32. bfloat16 does not require loss scaling. The largest float16 value
+is 65,504, and values below about 3e-8 become zero. Therefore, the loss is multiplied by a scale before the backward
+pass, and the gradient is divided by the scale afterwards. If the scale is too large, the gradient overflows. In that
+case, all ranks skip the step, and the scale is halved.
 """
 
 import inspect
@@ -25,17 +25,17 @@ from ddp_tutorial.world import World
 
 
 class NotFiniteError(RuntimeError):
-    """A loss or a gradient is infinite or not a number, and a smaller loss scale would not help."""
+    """Raised if a loss or a gradient is infinite or NaN, and a smaller loss scale would not help."""
 
 
 def require_no_closure(optimizer: torch.optim.Optimizer) -> None:
-    """Raise `ConfigError` if `optimizer.step` needs a closure that computes the loss again, as LBFGS's does."""
+    """Raise `ConfigError` if `optimizer.step` requires a closure that computes the loss again, as in LBFGS."""
     closure = inspect.signature(optimizer.step).parameters.get("closure")
     if closure is not None and closure.default is inspect.Parameter.empty:
         raise ConfigError(
             f"{type(optimizer).__name__} requires a closure that computes the loss several times per step, but a "
-            "training step computes one gradient over all ranks. Use an optimizer whose step() needs no closure, such "
-            "as torch.optim.AdamW"
+            "training step computes one gradient over all ranks. Use an optimizer whose step() requires no closure, "
+            "such as torch.optim.AdamW"
         )
 
 
@@ -43,7 +43,7 @@ def require_no_closure(optimizer: torch.optim.Optimizer) -> None:
 class Scale:
     """The loss scale. It is halved after an overflow and doubled after `growth_interval` steps without one.
 
-    `torch.amp.GradScaler` does the same for one process. All ranks must pass the same `overflow`.
+    `torch.amp.GradScaler` does the same for one process. All ranks must pass the same `overflow` to `update`.
     """
 
     value: float
@@ -62,7 +62,7 @@ class Scale:
 
 
 class Update(NamedTuple):
-    """The result of an update: the gradient's norm before clipping, and whether the weights have changed.
+    """The gradient's norm before clipping, and whether an update has changed the weights.
 
     `scale_may_help` is true for an overflow that a smaller loss scale can fix, and false for a bug.
     """
@@ -73,12 +73,12 @@ class Update(NamedTuple):
 
 
 def total_norm_over(tensors: Sequence[torch.Tensor], group: Any, ranks: int, device: torch.device) -> torch.Tensor:
-    """Return the norm over the `tensors` of all ranks of `group`, the same on each of them. Collective.
+    """Return the norm over the `tensors` of all ranks of `group`, on each of these ranks. Collective.
 
     Args:
-        tensors: This rank's tensors. An element that several ranks have is counted on each of them.
-        group: The process group; None is the group of all ranks.
-        ranks: The number of ranks of `group`.
+        tensors: This rank's tensors. An element that is stored on several ranks is counted once per rank.
+        group: The process group. None is the default group, which contains all ranks.
+        ranks: The number of ranks in `group`.
         device: The device of the result.
     """
     squares = get_total_norm(tensors).to(device, torch.float64).square()
@@ -88,25 +88,27 @@ def total_norm_over(tensors: Sequence[torch.Tensor], group: Any, ranks: int, dev
 
 
 class Precision:
-    """The precision of a run: `autocast` for the forward pass, `loss_scale` for the backward pass, then `update`.
+    """The mixed-precision steps of a run.
 
-    With DDP, all ranks have the same gradient and so the same norm. With a loss scale, they agree on an overflow
-    anyway: if only some ranks stepped, the weights would silently diverge.
+    Use `autocast` in the forward pass, multiply the loss by `loss_scale`, and call `update` after the backward pass.
+
+    With DDP, all ranks have the same gradient and therefore the same norm. With a loss scale, the ranks nevertheless
+    agree on an overflow, because the weights would silently diverge if only some ranks updated them.
     """
 
     def __init__(self, config: PrecisionConfig | None = None, world: World | None = None) -> None:
-        """Use float32 by default; a loss scale exists only for float16."""
+        """Create the loss scale if `config` selects float16. The default precision is float32."""
         self.config, self.world = config or PrecisionConfig(), world or World()
         is_half = self.config.dtype == "fp16"
         self.scale = Scale(self.config.initial_scale, self.config.growth_interval) if is_half else None
 
     @property
     def loss_scale(self) -> float:
-        """The factor of the loss before the backward pass; 1 except with float16."""
+        """The factor that multiplies the loss before the backward pass. It is 1 except with float16."""
         return self.scale.value if self.scale else 1.0
 
     def autocast(self) -> AbstractContextManager[None]:
-        """Return the context for the forward pass and the loss. The backward pass uses the same types without it."""
+        """Return the autocast context for the forward pass and the loss. The backward pass uses the same data types."""
         if self.config.dtype == "fp32":
             return nullcontext()
         return torch.autocast(self.world.device.type, torch.float16 if self.scale else torch.bfloat16)
@@ -125,10 +127,10 @@ class Precision:
 
         Args:
             optimizer: The optimizer to step.
-            clip: The maximum norm of the gradient; None disables clipping.
+            clip: The maximum norm of the gradient. None disables clipping.
             loss: The unscaled loss of all ranks. If it is not finite, or if the scale is 1, a smaller scale cannot
                 help.
-            norm_of: Returns the norm of the whole gradient. Needed if this rank has only a part of the gradient.
+            norm_of: Returns the norm of the full gradient. Required if this rank stores only a shard of the gradient.
         """
         parameters = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
         gradients = [p.grad for p in parameters if p.grad is not None]
@@ -153,15 +155,15 @@ class Precision:
         return Update(norm, not overflow, scale_may_help)
 
     def state_dict(self) -> dict[str, float | int]:
-        """Return the state of the scale, which is the same on every rank; empty without a scale."""
+        """Return the state of the scale, which is the same on every rank, or an empty dict without a scale."""
         return {} if self.scale is None else {k: getattr(self.scale, k) for k in ("value", "steady", "overflows")}
 
     def load_state_dict(self, state: dict[str, float | int]) -> None:
-        """Restore the scale. Raise `ValueError` unless both `state` and this precision have a scale, or neither."""
+        """Restore the scale. Raise `ValueError` if only one of `state` and this precision has a scale."""
         if bool(state) != bool(self.scale):
             wanted = "no loss scale" if state else "a loss scale"
             raise ValueError(
-                f"a checkpoint for precision {self.config.dtype} must contain {wanted}: only fp16 uses one"
+                f"a checkpoint for precision {self.config.dtype} must contain {wanted}: only fp16 uses a loss scale"
             )
         for name, value in state.items():
             setattr(self.scale, name, value)

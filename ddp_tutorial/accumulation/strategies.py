@@ -1,4 +1,4 @@
-"""Strategies for which each rank has the whole model: their base class, and DDP."""
+"""Define DDP, and the base class of the strategies that replicate the model on each rank."""
 
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -22,12 +22,12 @@ from ddp_tutorial.world import World
 
 
 class ReplicatedStrategy:
-    """Base class of the strategies for which each rank has the whole `module` and steps all of it."""
+    """Base class of the strategies in which each rank stores and updates the full `module`."""
 
     loss: StepLoss
 
     def __init__(self, module: nn.Module, world: World) -> None:
-        """Store the model, which is on this rank's device."""
+        """Store the model, which must be on this rank's device."""
         self.module, self.world = module, world
 
     def setup_optimizer(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
@@ -39,7 +39,7 @@ class ReplicatedStrategy:
         return get_total_norm(gradients)
 
     def evaluation_weights(self) -> AbstractContextManager[object]:
-        """Return a context that does nothing, because the model has the weights to evaluate."""
+        """Return a context that does nothing, because the model already contains the weights to evaluate."""
         return nullcontext()
 
     def full_parameters(self) -> AbstractContextManager[nn.Module]:
@@ -64,10 +64,10 @@ class ReplicatedStrategy:
 
 
 class DDPStrategy(ReplicatedStrategy):
-    """Data parallelism: every rank has the whole model and a part of the batch, and gradients are averaged.
+    """Data parallelism: every rank stores the full model, computes the gradient of its shard, and averages gradients.
 
-    With `agree_on_memory`, all ranks raise `OutOfMemoryError` if a rank runs out of memory in the forward pass, and can
-    continue with the next step. See `out_of_memory` for its cost and its limits.
+    With `agree_on_memory`, all ranks raise `OutOfMemoryError` if a rank runs out of memory in the forward pass. All
+    ranks can then continue with the next step. The docstring of `out_of_memory` describes the cost and the limits.
     """
 
     def __init__(
@@ -82,7 +82,7 @@ class DDPStrategy(ReplicatedStrategy):
         agree_on_memory: bool = False,
         compilation: CompileConfig | None = None,
     ) -> None:
-        """Wrap the model, and give all ranks rank 0's weights."""
+        """Wrap the model, and broadcast rank 0's weights."""
         if agree_on_memory:
             require_local_forward(model)
         super().__init__(model, world)
@@ -92,11 +92,11 @@ class DDPStrategy(ReplicatedStrategy):
 
     @property
     def micro_batches_per_rank(self) -> int:
-        """Micro-batches of a step on each rank."""
+        """The number of micro-batches per step on each rank."""
         return self.accumulation
 
     def backward(self, batches: Sequence[Any], stop_flags: float = 0.0) -> Totals:
-        """Fill `.grad` and return the totals of all ranks; see `Strategy.backward`."""
+        """Compute `.grad`, and return the totals of all ranks; see `Strategy.backward`."""
         try:
             return accumulate(self.model, self.loss, batches, stop_flags)
         except Exception as error:
@@ -109,15 +109,15 @@ class DDPStrategy(ReplicatedStrategy):
             ) from error
 
     def checkpoint_components(self, optimizer: torch.optim.Optimizer) -> dict[str, Part]:
-        """Return the model, the optimizer, and PowerSGD's errors, which are different on each rank."""
+        """Return the model, the optimizer, and PowerSGD's compression errors, which differ between ranks."""
         components = super().checkpoint_components(optimizer)
-        if self.model.kept is not None:  # the errors that a rank has yet to send
+        if self.model.kept is not None:  # the compression errors that a rank has not sent yet
             components["compression"] = (self.model.kept, "per_rank")
         return components
 
 
 def require_local_forward(model: nn.Module) -> None:
-    """Raise `ConfigError` if the model communicates in its forward pass, where other ranks would wait for a failure."""
+    """Raise `ConfigError` if the forward pass is collective, because the other ranks would wait for a failed rank."""
     for name, part in model.named_modules():
         if isinstance(part, nn.SyncBatchNorm | SyncBatchNorm):
             raise ConfigError(

@@ -1,4 +1,4 @@
-"""The contract between a training step and the strategy that computes its gradient."""
+"""Define the interface between a training step and the strategy that computes its gradient."""
 
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -10,40 +10,40 @@ from torch import nn
 from ddp_tutorial.accumulation.loss import Totals
 from ddp_tutorial.ddp.link import Link
 
-# A component of a checkpoint: an object with `state_dict` and `load_state_dict`, and how ranks share it, as a value of
-# `checkpoint.components.Shared`.
+# A checkpoint component: an object with `state_dict` and `load_state_dict`, and a value of
+# `checkpoint.components.Shared` that specifies how ranks share the object.
 Part = tuple[Any, str]
 
 
 class Strategy(Protocol):
     """A way to compute the gradient on several ranks.
 
-    After `backward`, every rank holds the gradient of the mean loss over the micro-batches of all ranks, or its shard
-    of that gradient, times the scale of its `Precision`. All methods are collective, except `micro_batches_per_rank`,
-    `state_dict` and `load_state_dict`.
+    After `backward`, `.grad` contains the gradient of the mean loss over the micro-batches of all ranks, times the loss
+    scale. A rank with sharded gradients stores only its shard. All methods are collective, except
+    `micro_batches_per_rank`, `state_dict` and `load_state_dict`.
     """
 
-    link: Link | None  # carries the gradients; None if PyTorch sends them directly
+    link: Link | None  # sends the gradients; None if PyTorch sends them directly
 
     @property
     def micro_batches_per_rank(self) -> int:
-        """Micro-batches of a step on each rank."""
+        """The number of micro-batches per step on each rank."""
         ...
 
     def setup_optimizer(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
         """Return the optimizer to step. Call this method once, before the first step.
 
-        `optimizer` was created from the whole model and has not been stepped. If the weights are sharded, the result is
-        an optimizer of this rank's shard.
+        `optimizer` was created from the full model and has not taken a step. If the weights are sharded, the result is
+        an optimizer for this rank's shard.
         """
         ...
 
     def backward(self, batches: Sequence[Any], stop_flags: float = 0.0) -> Totals:
-        """Fill `.grad`. Return the totals of the loss, the metrics and the `stop_flags` over all ranks."""
+        """Compute `.grad`, and return the totals of the loss, the metrics and the `stop_flags` over all ranks."""
         ...
 
     def norm(self, gradients: Sequence[torch.Tensor]) -> torch.Tensor:
-        """Return the norm of the whole gradient, the same on all ranks. `gradients` are those of this rank."""
+        """Return the norm of the full gradient, on all ranks. `gradients` are this rank's gradients."""
         ...
 
     def sync_buffers(self) -> None:
@@ -51,11 +51,11 @@ class Strategy(Protocol):
         ...
 
     def evaluation_weights(self) -> AbstractContextManager[object]:
-        """Return a context in which the model has the weights to evaluate, on every rank."""
+        """Return a context in which the model contains the weights to evaluate, on every rank."""
         ...
 
     def full_parameters(self) -> AbstractContextManager[nn.Module]:
-        """Return a context that yields a model with all weights on every rank, to compare or save it."""
+        """Return a context that yields the model with its full weights on every rank, to compare or save them."""
         ...
 
     def checkpoint_components(self, optimizer: torch.optim.Optimizer) -> dict[str, Part]:
@@ -63,9 +63,9 @@ class Strategy(Protocol):
         ...
 
     def state_dict(self) -> Mapping[str, float]:
-        """Return the state that makes a resumed run bitwise identical; it is the same on all ranks."""
+        """Return the state that a bitwise identical resumed run requires. The state is the same on all ranks."""
         ...
 
     def load_state_dict(self, state: Any) -> None:
-        """Restore a state."""
+        """Restore a state that `state_dict` returned."""
         ...

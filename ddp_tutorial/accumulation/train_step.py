@@ -1,4 +1,4 @@
-"""One optimizer step with any model, data and loss. The trainer repeats it; benchmarks and experiments time it.
+"""Run one optimizer step with any model, data and loss. The trainer, benchmarks and experiments use it.
 
 step = make_train_step(model, source, loss, world, config)   # see training/step.py
 done = step()        # data, gradient, update; the same on all ranks
@@ -28,14 +28,14 @@ LOG = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class StepResult:
-    """The result of a step, the same on all ranks; within a round of local SGD, that of this rank.
+    """The result of a step, which is the same on all ranks, except within a round of local SGD.
 
     Attributes:
         means: The means of the loss and of the metrics, by name.
-        count: The count of the loss over all ranks.
-        grad_norm: The gradient's norm before clipping; in local SGD, the norm of this rank's gradient.
+        count: The number of elements in the loss (samples or tokens), summed over all ranks.
+        grad_norm: The gradient's norm before clipping. In local SGD, this is the norm of this rank's gradient.
         learning_rate: The learning rate of the step.
-        applied: Whether the weights have changed. They have not if float16 overflowed.
+        applied: Whether the weights have changed. They do not change if float16 overflows.
         stop_flags: The sum of all ranks' stop flags.
     """
 
@@ -48,7 +48,7 @@ class StepResult:
 
 
 class TrainStep:
-    """A training step: each call reads a batch, computes its gradient and updates the weights. Collective.
+    """A training step. Each call reads a batch, computes its gradient and updates the weights. Collective.
 
     Args:
         model: The model, on this rank's device.
@@ -86,7 +86,7 @@ class TrainStep:
         self.model, self.source, self.loss, self.world = model, source, loss, world
         self.strategy, self.optimizer, self.scheduler = strategy, optimizer, scheduler
         self.precision, self.clip, self.oom_skips = precision, clip, oom_skips
-        self.number = 0  # of steps so far
+        self.number = 0  # completed steps
         self.left_out = 0  # batches that were skipped because a rank ran out of memory
         self._is_checked = False
 
@@ -102,7 +102,7 @@ class TrainStep:
         return StepResult(totals.means(), totals.counts[LOSS], norm, rate, made, totals.stop_flags)
 
     def _gradient(self, stop_flags: float) -> tuple[list[Any], Totals]:
-        """Compute the gradient of the next batch. If a rank runs out of memory, all ranks skip the batch."""
+        """Compute the gradient of the next batch. If a rank runs out of memory, all ranks skip that batch."""
         for left in range(self.oom_skips, -1, -1):
             with phase("data"):
                 batches = self.batches()
@@ -118,16 +118,16 @@ class TrainStep:
                 self.optimizer.zero_grad()  # gradients of earlier micro-batches
                 self.left_out += 1
                 LOG.warning(
-                    "step %d: %s. All ranks skip its samples and continue with the next batch", self.number + 1, error
+                    "step %d: %s. All ranks skip this batch and continue with the next batch", self.number + 1, error
                 )
-        raise AssertionError("the last attempt returns or raises")
+        raise AssertionError("unreachable: the last attempt returns a result or raises an error")
 
     def batches(self) -> list[Any]:
-        """Return this rank's micro-batches of the next step."""
+        """Return this rank's micro-batches for the next step."""
         return [part.samples for part in self.source.take(self.strategy.micro_batches_per_rank)]
 
     def _update(self, loss: float, batches: list[Any]) -> tuple[torch.Tensor, bool]:
-        """Clip the gradient by its norm over all parameters, step, and clear it.
+        """Clip the gradient by its norm over all parameters, run the optimizer step, and clear the gradient.
 
         Returns:
             The norm before clipping, and whether the weights have changed. They do not change if float16 overflowed.
@@ -142,8 +142,8 @@ class TrainStep:
         """Run the forward and backward passes of one step, and discard the gradient. Collective.
 
         After the first backward pass of a process, DDP rebuilds its buckets in the order in which gradients arrived.
-        Different buckets make three or more ranks sum in a different order. So a process that resumes a run calls this
-        method first.
+        With three or more ranks, different buckets change the order of the sums. Therefore, a process that resumes a
+        run calls this method first.
         """
         cursor = self.source.state_dict()
         self.strategy.backward(self.batches())
@@ -151,7 +151,7 @@ class TrainStep:
         self.source.load_state_dict(cursor)
 
     def checkpoint_components(self) -> dict[str, Part]:
-        """Return the components of a checkpoint by name, each with how ranks share it."""
+        """Return the checkpoint components by name. Each component specifies which ranks hold the same state."""
         components = self.strategy.checkpoint_components(self.optimizer)
         components |= {name: (getattr(self, name), "replicated") for name in ("scheduler", "source", "strategy")}
         if self.precision.scale:
@@ -159,5 +159,5 @@ class TrainStep:
         return components
 
     def close(self) -> None:
-        """Stop reading ahead."""
+        """Stop prefetching."""
         self.source.close()

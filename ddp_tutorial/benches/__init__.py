@@ -1,15 +1,15 @@
-"""Benchmarks of the project's own performance claims: `python -m ddp_tutorial bench NAME [--json]`.
+"""Benchmarks that verify the project's performance claims. Run `python -m ddp_tutorial bench NAME [--json]`.
 
-The arms of a benchmark alternate within one execution, so that background load affects all of them equally. A benchmark
-reports the median, lowest and highest value of each arm, and ratios of two arms. A ratio is the median of the ratios in
-the individual repeats. Compare ratios between machines, not absolute values.
+The arms of a benchmark alternate within one execution, so that background load affects all arms equally. A benchmark
+reports each arm's median, lowest and highest value, and ratios between arms. A ratio is the median of the ratios in the
+individual repeats. Compare ratios between machines, not absolute values.
 """
 
 import importlib
 import statistics
 from typing import Any
 
-# Each name is a module in this folder with a function `measure(repeats)`. A module is imported only when it is run,
+# Each name is a module in this folder with a function `measure(repeats)`. A module is imported only when it runs,
 # because the ranks that a benchmark starts also import this package and should load only the measured code.
 NAMES = [
     "launch",
@@ -95,5 +95,5 @@ def as_text(result: dict[str, Any]) -> str:
     if note := result.get("note"):
         lines.append(f"  {note}")
     if crowded := result.get("oversubscribed"):
-        lines.append(f"  more processes than cores, so times do not measure speed: {', '.join(crowded)}")
+        lines.append(f"  there are more processes than cores, so the times are not meaningful: {', '.join(crowded)}")
     return "\n".join(lines)

@@ -1,4 +1,4 @@
-"""Measure the cost of splitting a step into micro-batches, and of results that do not depend on the number of ranks."""
+"""Measure the cost of micro-batches, and of making the results independent of the number of ranks."""
 
 from typing import Any
 
@@ -8,14 +8,14 @@ from ddp_tutorial.experiments.arms import by_repeat, run_interleaved
 from ddp_tutorial.processes.launcher import launch
 from ddp_tutorial.world import World
 
-SAMPLES = 16  # per rank and step
+SAMPLES = 16  # per rank per step
 V = 4  # micro-batches per step over both ranks, in the comparison of the two strategies
 KS = [1, 2, 4, 8]  # micro-batches per rank, with the same batch size
-_TURNS, _STEPS = 2, 2  # turns per arm and repeat, steps per turn
+_TURNS, _STEPS = 2, 2  # turns per arm per repeat, and steps per turn
 
 
 def measure(repeats: int) -> dict[str, Any]:
-    """Measure the tokens per second on two ranks with one thread each; all arms have the same batch size."""
+    """Measure the tokens per second on two single-threaded ranks. All arms use the same batch size."""
     samples = launch(_measure, 2, repeats, device="cpu", threads=1, echo=False)[0]
     ratios = {"invariant_vs_ddp": ("invariant", "ddp")} | {f"k{k}_vs_k1": (f"k{k}", "k1") for k in KS[1:]}
     return report("accumulation", samples, "tokens/s", ratios)

@@ -1,4 +1,4 @@
-"""Run one attempt of a small training run and inject a failure: kill a rank, or let its disk fail once or become full.
+"""Run one attempt of a small training run, and inject a failure: a killed rank, a failed disk operation or a full disk.
 
 Failures happen at named points: the start and end of each phase, and disk operations (`files.observe_disk`), such as
 "fsync optimizer.pt".
@@ -38,9 +38,9 @@ from ddp_tutorial.training.tasks import train
 from ddp_tutorial.world import World, process_group
 
 RANKS = 2
-PHASE_BOUNDARIES = 300  # a random kill hits one of a rank's first points, out of this number
+PHASE_BOUNDARIES = 300  # a random kill happens at one of a rank's first 300 points
 TIME_LIMIT = 300.0  # timeout of one attempt in seconds
-GOING = 30.0  # seconds in which the processes that a rank started must exit after it
+GOING = 30.0  # seconds that the processes started by a rank have to exit after the rank
 REFUSED = 2  # the exit code of a rank that rejected the config
 # Modules for the log and the model card that each rank would otherwise import in each attempt.
 _PRELOADED = [__name__, "tensorboardX", "jinja2"]
@@ -48,11 +48,11 @@ _PRELOADED = [__name__, "tensorboardX", "jinja2"]
 How = Literal["kill", "fail", "fill", "limit"]
 
 
-import_dynamo()  # once, in the ranks' fork server; otherwise each rank would import it
+import_dynamo()  # once, in the ranks' fork server; otherwise, each rank would import it
 
 
 def config_of(name: str, background: bool = False, keep_last: int = 2, workers: int = 0) -> TaskConfig:
-    """Return a small run with every kind of state.
+    """Return the config of a small run that contains every kind of state.
 
     The run uses dropout, a loss scale, gradient accumulation, a log and evaluation.
     """
@@ -82,11 +82,11 @@ class PlannedFailure:
     """A failure to inject into a rank.
 
     Attributes:
-        point: The point of the failure. If empty, any point counts.
+        point: The point of the failure. An empty string matches any point.
         nth: The failure happens when the rank reaches the point for the nth time.
-        how: "kill" sends SIGKILL, and "fail" makes one disk operation fail. With "fill", the disk is full from then on,
-            except for `free_bytes` bytes. With "limit", no file can exceed `free_bytes` bytes from then on.
-        free_bytes: The number of bytes for "fill" and "limit".
+        how: "kill" sends SIGKILL, and "fail" makes one disk operation fail. With "fill", only `free_bytes` bytes of the
+            disk are free afterwards. With "limit", no file can exceed `free_bytes` bytes afterwards.
+        free_bytes: The number of bytes, for "fill" and "limit".
     """
 
     point: str
@@ -103,10 +103,10 @@ class Attempt:
         point: The point of the injected failure, or None if there was none.
         in_saving: Whether the failure happened while a checkpoint was being saved.
         published: The step of the newest checkpoint that was renamed to its final name.
-        seen: How often each rank that exited by itself reached each point.
+        seen: The number of visits to each point, for each rank that exited by itself.
         refused: The error message of each rank that rejected the config.
         is_well: Whether all ranks exited with code 0.
-        left: The number of processes left behind.
+        left: The number of processes still running after the attempt.
     """
 
     point: str | None
@@ -121,17 +121,17 @@ class Attempt:
 class Points:
     """The points that runs of one kind reach, in random order.
 
-    The points are learned from ranks that exit by themselves. Each point is used once before any point is repeated.
+    The points are learned from ranks that exit by themselves. Every point is used once before any point is repeated.
     """
 
     def __init__(self, rng: random.Random, known: Mapping[tuple[int, str], int] | None = None) -> None:
-        """Start with the `known` points, as counts by rank and point."""
+        """Start with the `known` points, a dict from (rank, point) to the number of visits."""
         self.random = rng
-        self.known = dict(known or {})  # (rank, point) -> how often the rank reaches the point
+        self.known = dict(known or {})  # (rank, point) -> number of visits
         self.waiting: dict[How, deque[tuple[int, str]]] = {}
 
     def learn(self, life: Attempt) -> None:
-        """Record the points that an attempt reached for the first time, such as those of resuming."""
+        """Record the points that an attempt was the first to reach, such as points in a resume."""
         seen = {(rank, point): count for rank, points in life.seen.items() for point, count in points.items()}
         new = [each for each in seen if each not in self.known]
         self.known |= {each: seen[each] for each in new}
@@ -139,7 +139,7 @@ class Points:
             waiting.extend(self._shuffled(how, new))
 
     def next(self, how: How) -> tuple[int, str, int]:
-        """Return a rank, a point, and the number of the visit to fail at.
+        """Return a rank, a point, and the number of the visit at which to inject the failure.
 
         Until points are known, the point is empty, which matches any point.
         """
@@ -168,8 +168,8 @@ class Points:
 def ranks_served() -> Iterator[None]:
     """Fork ranks from one server process that has already imported their modules.
 
-    The server works in the current folder and exits at the end of the block. The server would otherwise exist as long
-    as the process that uses it, such as a notebook's kernel.
+    The server works in the current folder and exits at the end of the block. Otherwise, the server would run as long as
+    the process that uses it, such as a notebook's kernel.
     """
     multiprocessing.get_context("forkserver").set_forkserver_preload(_PRELOADED)
     forkserver.ensure_running()
@@ -188,8 +188,8 @@ def run_attempt(
     """Start or resume a run until it finishes, fails because of an injected failure, or is rejected.
 
     Args:
-        config: The run.
-        failures: The failure of each rank.
+        config: The config of the run.
+        failures: The failure to inject into each rank, by rank.
         where: The working directory of each rank, for nodes without a shared folder. Defaults to the current folder.
         start: The multiprocessing start method.
 
@@ -210,7 +210,7 @@ def run_attempt(
             rank.start()
         deadline, late = time.monotonic() + TIME_LIMIT, False
         while any(rank.is_alive() for rank in ranks):
-            # Other ranks wait for a failed rank, so kill them as a launcher would. Ranks that reject a config all exit.
+            # Kill the ranks that wait for a failed rank, as a launcher would. If ranks reject a config, all ranks exit.
             failed = any(rank.exitcode not in {None, 0, REFUSED} for rank in ranks)
             if failed:
                 time.sleep(0.05)
@@ -228,7 +228,7 @@ def run_attempt(
         if late:
             raise RuntimeError(f"{config.name} hangs after {hits or 'no failures'}, with exit codes {codes}: {output}")
         if not hits and not where and any(codes):
-            raise RuntimeError(f"{config.name} exited with {codes} without an injected failure: {output}")
+            raise RuntimeError(f"{config.name} exited with codes {codes} without an injected failure: {output}")
         published = notes / "published"
         return Attempt(
             point=hits[0]["point"] if hits else None,
@@ -248,7 +248,7 @@ def _last_words(notes: Path) -> list[str]:
 def leftovers(folder: Path) -> int:
     """Return the number of other processes whose working directory is in `folder`.
 
-    Processes that ranks started get some seconds to exit.
+    The function first gives processes that ranks started some seconds to exit.
     """
     deadline = time.monotonic() + GOING
     while True:
@@ -271,9 +271,9 @@ def newest_valid(checkpoints: Path) -> int:
 
 
 def outcome(name: str) -> tuple[Any, ...] | None:
-    """Return the results that must be identical for two runs: the weights and the metrics of each step.
+    """Return the weights and the metrics of each step, which must be identical for two runs.
 
-    Returns None if the run has not finished.
+    The function returns None if the run has not finished.
     """
     run = RUNS / name
     if not (run / "result.json").is_file():
@@ -289,7 +289,7 @@ def _rank(rank: int, where: Sequence[Path], notes: Path, config: TaskConfig, fai
     log = open(notes / f"rank_{rank}.log", "w")  # noqa: SIM115, open until the process exits
     os.dup2(log.fileno(), 1)
     os.dup2(log.fileno(), 2)
-    faulthandler.dump_traceback_later(0.9 * TIME_LIMIT)  # shows where a rank hangs
+    faulthandler.dump_traceback_later(0.9 * TIME_LIMIT)  # shows the line at which a rank hangs
     torch.set_num_threads(1)
     multiprocessing.set_start_method("fork", force=True)  # for data loader workers; a fork server would import torch
     injector = FailureInjector(rank, notes, failure)
@@ -300,19 +300,19 @@ def _rank(rank: int, where: Sequence[Path], notes: Path, config: TaskConfig, fai
             train(world, config)
     except ConfigError as error:
         injector.note(f"refused.{rank}", str(error))
-        injector.end(REFUSED)  # while the error references DDP; freeing DDP without its group can hang
+        injector.end(REFUSED)  # while the error references DDP; freeing DDP without the process group can hang
     injector.end(0)
 
 
 class FailureInjector:
-    """Count the points that a rank reaches, and inject its failure."""
+    """Counter of the points that a rank reaches, which injects the rank's failure."""
 
     def __init__(self, rank: int, notes: Path, failure: PlannedFailure | None) -> None:
         """Inject `failure` into `rank`, and write notes to the folder `notes`."""
         self.rank, self.notes, self.failure = rank, notes, failure
         self.seen: Counter[str] = Counter()
         self.left = failure.nth if failure is not None else 0
-        self.inside: Counter[str] = Counter()  # how often each phase has been entered and not yet left
+        self.inside: Counter[str] = Counter()  # for each phase, entries minus exits
         self.lock = threading.Lock()  # checkpoints are written and removed in threads
 
     def at_edge(self, edge: PhaseEvent) -> None:
@@ -351,7 +351,7 @@ class FailureInjector:
             limit_files(self.failure.free_bytes)
 
     def end(self, code: int) -> None:
-        """Exit this rank without Python's shutdown; see `rank._exit_without_finalizing`."""
+        """Exit this rank without Python's finalization; see `rank._exit_without_finalizing`."""
         self.note(f"seen.{self.rank}", json.dumps(self.seen))
         os._exit(code)
 

@@ -18,7 +18,7 @@ def form_group_and_leave(rank: int, size: int, port: int) -> None:
     torch.set_num_threads(1)
     os.environ["GLOO_SOCKET_IFNAME"] = next(name for _, name in socket.if_nameindex() if name in {"lo", "lo0"})
     # All ranks leave the initialization together. Otherwise, a rank could exit while a different rank is still
-    # connecting to it, which would fail with "Gloo connectFullMesh failed with ... Connection closed by peer".
+    # connecting, which would fail with "Gloo connectFullMesh failed with ... Connection closed by peer".
     os.environ["TORCH_DIST_INIT_BARRIER"] = "1"
     store = dist.TCPStore("127.0.0.1", port)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=size)

@@ -18,7 +18,7 @@ from ddp_tutorial.phases import Stopwatch, observe
 from ddp_tutorial.processes.launcher import launch
 from ddp_tutorial.world import World
 
-_SAMPLES = 8  # per rank and step
+_SAMPLES = 8  # per rank per step
 _CAPS = [0.1, 0.4, 1.6, 6.4, 25.6]  # MiB
 _LINKS = {
     "latency_bound": LinkConfig(latency_ms=5, megabytes_per_second=1000),
@@ -30,7 +30,7 @@ _LINKS = {
 def measure(repeats: int) -> dict[str, Any]:
     """Measure and predict the step time for each bucket size on three simulated links.
 
-    Two ranks run with one thread each. The ratios are predicted over measured time and should be close to 1.
+    The two ranks are single-threaded. The ratios of predicted to measured time should be close to 1.
     """
     samples = launch(_sweep, 2, repeats, device="cpu", threads=1, echo=False)[0]
     points = [name.removesuffix("_measured") for name in samples if name.endswith("_measured")]
@@ -46,7 +46,7 @@ def _sweep(world: World, repeats: int) -> Samples:
             step()  # rebuilds the buckets
             point = f"{regime}_{cap}"
             samples |= {f"{point}_predicted": [], f"{point}_measured": []}
-            for _ in range(repeats):  # alternate, so that background load affects both equally
+            for _ in range(repeats):  # alternate, so that background load affects both arms equally
                 dist.barrier()
                 before_and_after, arrived = _alone(step)
                 dist.barrier()
@@ -60,7 +60,7 @@ def _sweep(world: World, repeats: int) -> Samples:
 
 
 def _alone(step: TrainStep) -> tuple[float, dict[str, float]]:
-    """Return the seconds of a forward pass, and each gradient's arrival time in a backward pass without all-reduces."""
+    """Return the forward time in seconds, and each gradient's arrival time in a backward pass without all-reduces."""
     model, [batch] = _model(step), step.batches()
     start = time.perf_counter()
     with model.no_sync():

@@ -1,14 +1,14 @@
 """Inject failures into small runs; each run must be bitwise identical to an uninterrupted run.
 
 In each attempt of a run, one rank (or every rank) is killed with SIGKILL at some point, or its disk fails once. Then
-the same command is rerun with `resume: auto` until the run finishes, and the next run starts. The points are used in
-turn (see attempts.py), including those of saving and resuming; sometimes the point is random.
+the same command is rerun with `resume: auto` until the run finishes, and the next run starts. The points, which include
+points in saving and resuming, are used in turn (see attempts.py). Some points are random.
 
 Between two attempts, the newest checkpoint may be damaged. The ranks may also be started on two nodes without a shared
 folder, which they must reject. Further runs use a disk of a few megabytes that becomes full at some point.
 
-After each attempt, the newest valid checkpoint must not be older than the newest published one, and no process of the
-attempt may be left behind.
+After each attempt, the newest valid checkpoint must not be older than the newest published checkpoint, and all
+processes of the attempt must have exited.
 """
 
 import hashlib
@@ -48,7 +48,7 @@ DISK_BYTES = 4 << 20  # size of the small disk, enough for a run with its checkp
 ROOM = 64 << 10  # the maximum number of free bytes on a full disk, so that a write fails midway
 FAULTS: dict[How, float] = {"kill": 0.75, "fail": 0.25}  # probabilities on a disk that is large enough
 
-# The location of the run's files on two nodes that do not share a folder.
+# The locations of the run's files on two nodes that do not share a folder.
 Nodes = Literal["nothing on both", "all on the first", "all on the second", "a copy on the second"]
 NODES: list[Nodes] = ["all on the second", "all on the first", "a copy on the second", "nothing on both"]
 
@@ -67,23 +67,23 @@ def measure_chaos(
     The disk fails about a third as often as a rank is killed.
 
     Args:
-        kills: The number of attempts with a kill.
+        kills: The number of attempts in which ranks are killed.
         seed: The seed of the random choices.
         report: A function to call with a line of text after each finished run.
-        fills: The number of attempts with a full disk. Defaults to a quarter of `kills`.
+        fills: The number of attempts in which the disk becomes full. Defaults to a quarter of `kills`.
         two_nodes: The number of attempts on two nodes without a shared folder. Defaults to an eighth of `kills`.
         mount: The function that mounts the small disk.
 
     Returns:
-        The report. `attempts` counts the attempts by kind; "no failure" attempts have no injected failure. `points`
-        counts the different points of failures, `in_saving` the kills during a save, `resumed` the attempts that
-        started from a checkpoint, and `damaged` the damaged checkpoints. `full_disk` describes the full disk, the
-        number of attempts that it ended, and why a real one was not possible.
+        The report. `attempts` counts the attempts by kind; "no failure" means that no failure was injected. `points`
+        counts the distinct points of failures, `in_saving` the kills during a save, `resumed` the attempts that started
+        from a checkpoint, and `damaged` the damaged checkpoints. `full_disk` describes the full disk, the number of
+        attempts that failed because of it, and the reason if a real full disk was not possible.
 
         `bit_equal` is whether the weights, losses and gradient norms of every finished run are identical to those of
         the uninterrupted run. `lost` counts the attempts after which the newest valid checkpoint was too old.
         `not_rejected` counts the attempts on two nodes that were not rejected on all ranks, before the first step and
-        without a changed file. `leftover_processes` counts the processes left behind.
+        without a changed file. `leftover_processes` is the number of processes still running after the attempts.
 
     Raises:
         RuntimeError: If a run does not finish.
@@ -144,7 +144,7 @@ def _on_a_full_disk(
 ) -> tuple["_Tally", str]:
     """Run attempts on a disk that becomes full, in a process without other threads.
 
-    Such a process can mount the small disk and fork the ranks, which see it.
+    Such a process can mount the small disk and fork the ranks, which inherit the mount.
 
     Returns:
         The tally, and the reason why a real full disk was not possible, or an empty string.
@@ -195,8 +195,8 @@ class _Tally:
     def line(self) -> str:
         done = ", ".join(f"{count} {kind}" for kind, count in self.attempts.items())
         return (
-            f"attempts: {done}; {self.runs} runs finished, bit-equal: {self.bit_equal}, lost: {self.lost}, "
-            f"not rejected: {self.not_rejected}; processes left behind: {self.leftover_processes}"
+            f"attempts: {done}; {self.runs} runs finished, bitwise identical: {self.bit_equal}, lost: {self.lost}, "
+            f"not rejected: {self.not_rejected}; processes still running: {self.leftover_processes}"
         )
 
     def summary(self, why_not: str) -> dict[str, Any]:
@@ -223,7 +223,7 @@ class _Tally:
 
 
 class _Chaos:
-    """Runs with injected failures on one disk, in the working directory."""
+    """Training runs with injected failures on one disk, in the working directory."""
 
     def __init__(
         self,
@@ -239,8 +239,8 @@ class _Chaos:
     def run(self, limit: int, two_nodes: int = 0) -> None:
         """Complete one training run, with as many attempts as necessary.
 
-        After `limit` attempts with a kill (or with a full disk), no further failures are injected. `two_nodes` attempts
-        on two nodes are spread evenly among them.
+        The benchmark stops injecting failures after `limit` attempts in which ranks were killed or the disk was full.
+        The `two_nodes` attempts on two nodes are spread evenly among these attempts.
         """
         runs, counted = self.tally.runs, next(iter(self.faults))
         name, oldest_allowed = f"run{runs}", 0
@@ -310,9 +310,9 @@ class _Chaos:
             self.tally.leftover_processes += attempt.left
 
     def _damage(self, checkpoints: Path) -> int:
-        """Truncate a file of the newest valid checkpoint if there is an older valid one.
+        """Truncate a file of the newest valid checkpoint if there is an older valid checkpoint.
 
-        Returns the step of the newest valid checkpoint afterwards.
+        The function returns the step of the newest valid checkpoint afterwards.
         """
         *others, newest = [None, *(path for path in list_checkpoints(checkpoints) if not verify(path))]
         if newest is not None and any(others):

@@ -1,4 +1,4 @@
-"""Measure the cost of a checkpoint: the training time that it blocks, and the speed of writing it to disk."""
+"""Measure the cost of a checkpoint: the time for which it blocks training, and the speed of writing it to disk."""
 
 import json
 import os
@@ -41,7 +41,7 @@ def measure(repeats: int) -> dict[str, Any]:
         for repeat in range(repeats + 1):
             for arm in sorted(arms, reverse=bool(repeat % 2)):
                 seconds = arms[arm](repeat)
-                if repeat:  # the first is a warm-up, which allocates memory and creates folders
+                if repeat:  # the first repeat is a warm-up, which allocates memory and creates folders
                     samples[arm].append(seconds)
     ratios = {
         "async_stall_vs_sync": ("async_stall", "sync_save"),
@@ -66,7 +66,7 @@ def _timed(work: Callable[[], object]) -> float:
 
 
 def _stall(checkpointer: Checkpointer, step: int) -> float:
-    """Return the seconds for which a background save blocks training: the `save` call, and publishing."""
+    """Return the seconds for which a background save blocks training, in the `save` call and when publishing."""
     stalled = _timed(lambda: checkpointer.save(step))
     while checkpointer.is_writing:
         time.sleep(0.01)

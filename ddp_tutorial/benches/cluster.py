@@ -3,10 +3,10 @@
 The hosts are network namespaces of the kernel. The model is fitted to measurements on one host:
 
 - the computation, alone and side by side, in the same turns as the steps between the hosts;
-- the overlapped part of the communication, on a simulated link;
+- the fraction of the communication that overlaps, on a simulated link;
 - the cost of a message.
 
-The only property of the network that the model knows is the rate. If the link also has a delay, the time of a bare
+The rate is the only property of the network that the model uses. If the link also has a delay, the time of a bare
 all-reduce follows from the rate and the delay (see `delays_in`). `hosts` measures more hosts, whose ranks sleep.
 """
 
@@ -32,11 +32,11 @@ from ddp_tutorial.world import World
 
 RATES = ("1gbit", "100mbit")
 BATCH, SMALL_BATCH = 32, 8  # global batch sizes
-SIZES = {"1kB": 2**10, "256kB": 2**18, "1MB": 2**20, "16MB": 2**24}  # of bare all-reduces
+SIZES = {"1kB": 2**10, "256kB": 2**18, "1MB": 2**20, "16MB": 2**24}  # bytes of bare all-reduces
 DELAYS = ("1ms", "5ms")
 _PIECE = 2**20  # the maximum number of bytes per gloo message: kMaxSegmentSize in gloo/allreduce.h
 _FIT_SIZES = (2**10, 2**16, 2**20, 2**24)  # bytes of all-reduces on one host
-_TURNS, _STEPS = 2, 2  # turns per arm and repeat, steps per turn
+_TURNS, _STEPS = 2, 2  # turns per arm per repeat, and steps per turn
 _SLOW = LinkConfig(latency_ms=1, megabytes_per_second=20)
 _BUCKETS = DDPConfig(variant="bucket")
 _COMPUTING = {
@@ -49,11 +49,11 @@ _HIDING = {"slow": Setup(2, BATCH, ddp=DDPConfig(variant="bucket", simulated_lin
 
 
 class Measured(NamedTuple):
-    """The measurements of rank 0.
+    """Rank 0's measurements.
 
     Attributes:
-        steps: The seconds of a step of each arm in each repeat.
-        all_reduces: The seconds of all-reduces on a single host, by number of bytes.
+        steps: For each arm, the step time in seconds in each repeat.
+        all_reduces: Dict from number of bytes to all-reduce times in seconds, on a single host.
         nbytes: The size of the gradients in bytes.
         buckets: The number of gradient buckets.
     """
@@ -110,7 +110,7 @@ def _add_all_reduces(
     link: LinkModel,
     of_ranks: list[dict[int, list[float]]],
 ) -> None:
-    """Add the times of all-reduces with a delay, until both ranks have the sum, and the expected times."""
+    """Add the measured times until both ranks have the sum of an all-reduce with a delay, and the expected times."""
     for size, nbytes in SIZES.items():
         name = f"allreduce_{size}_{between}"
         samples[name] = [1e3 * max(both) for both in zip(*(taken[nbytes] for taken in of_ranks), strict=True)]
@@ -123,13 +123,13 @@ def delays_in(nbytes: int, ranks: int) -> int:
     """Return the number of consecutive link delays in a gloo all-reduce.
 
     Gloo splits the tensor into pieces of at most 1 MiB, with the same number of pieces (at least two) per rank; see
-    `ring` in gloo/allreduce.cc. A piece is sent only after its receiver has signaled that it is ready, which takes two
-    delays per piece. Two pieces are in flight at a time, which results in one delay per piece that a rank sends. In
+    `ring` in gloo/allreduce.cc. A piece is sent only after the receiver has signaled that it is ready, which takes two
+    delays per piece. Two pieces are in flight at a time, so each piece that a rank sends costs one delay. In
     each of two rounds, a rank sends all pieces except its own. On two ranks, tensors up to 4 MiB take four delays, and
     16 MiB take 16, regardless of the TCP window.
 
     Args:
-        nbytes: The size of the tensor, which has at least two elements per rank.
+        nbytes: The size of the tensor, which contains at least two elements per rank.
         ranks: The number of ranks.
     """
     pieces = max(2 * ranks, math.ceil(nbytes / _PIECE))
@@ -140,11 +140,11 @@ def delays_in(nbytes: int, ranks: int) -> int:
 def _model(here: Measured, there: Measured, repeat: int, bandwidth: float) -> StepModel:
     """Return the step model for one repeat.
 
-    It combines the computation in this repeat, the overlap and message cost on this host, and the rate of the network.
+    The model combines the computation in this repeat, the overlap and message cost on this host, and the network rate.
     """
     at = {name: there.steps[name][repeat] for name in _COMPUTING}
     all_reduces = {nbytes: median(each) for nbytes, each in here.all_reduces.items()}
-    buckets = here.buckets + 1  # one more of a few bytes, for the used parameters
+    buckets = here.buckets + 1  # plus a bucket of a few bytes, for the used parameters
 
     def fitted(steps: dict[str, float]) -> StepModel:
         alone = {SMALL_BATCH: steps["alone_small"], BATCH: steps["alone"]}
@@ -172,7 +172,7 @@ def _measure(world: World, setups: dict[str, Setup], repeats: int) -> Measured:
 
 
 def _all_reduces(world: World, repeats: int) -> dict[int, list[float]]:
-    """Return the seconds of an all-reduce on this rank in each repeat, by number of bytes. Collective.
+    """Return a dict from number of bytes to this rank's all-reduce times in seconds, one per repeat. Collective.
 
     The first call is a warm-up and is not recorded.
     """

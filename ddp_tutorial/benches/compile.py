@@ -7,7 +7,7 @@ Arms:
     bare_compiled: The same loop with `torch.compile(DistributedDataParallel(model))`.
 
 Every arm reads the same number of samples, clips, steps the same schedule, and reports the global mean loss of every
-step. The first step includes the compilation: `cold` without files of an earlier compilation, `cached` with them.
+step. The first step includes the compilation, without (`cold`) or with (`cached`) files of an earlier compilation.
 """
 
 import os
@@ -36,10 +36,11 @@ _TURN, _TURNS = 10, 5  # steps of an arm in one turn, and turns per repeat
 
 
 def measure(repeats: int) -> dict[str, Any]:
-    """Measure the first step and the steady step on two ranks with one thread each.
+    """Measure the first step and the steady step on two single-threaded ranks.
 
-    Each repeat starts new ranks. A first step has ranks of its own, because the compiled arms of one process share the
-    compiled code. Only the cold first step, which takes the longest, is measured once.
+    Each repeat starts new ranks. First steps run in separate ranks, because the compiled arms of one process share
+    the compiled code. The cold first step takes the longest and is measured once. All other times are measured several
+    times.
     """
     samples: Samples = {}
     for arm in _COMPILED:
@@ -66,7 +67,7 @@ def measure(repeats: int) -> dict[str, Any]:
 
 @contextmanager
 def _empty_cache() -> Iterator[None]:
-    """Give the ranks that start inside the context an empty cache directory of backend inductor."""
+    """Set an empty inductor cache directory for the ranks that start inside the context."""
     before = os.environ.get("TORCHINDUCTOR_CACHE_DIR")
     with tempfile.TemporaryDirectory() as folder:
         os.environ["TORCHINDUCTOR_CACHE_DIR"] = folder
@@ -79,7 +80,7 @@ def _empty_cache() -> Iterator[None]:
 
 
 def _make(arm: str, world: World) -> Step:
-    """Return a step of an arm. Collective."""
+    """Return the step function of an arm. Collective."""
     is_compiled = arm.endswith("_compiled")
     if arm.startswith("bare"):
         return reporting(world, bare_loop(world, _CONFIG, compiled=is_compiled))
@@ -87,7 +88,7 @@ def _make(arm: str, world: World) -> Step:
 
 
 def _first_step(world: World, arm: str) -> float:
-    """Return the seconds of the first step, on the slowest rank. Collective."""
+    """Return the first step's time in seconds, on the slowest rank. Collective."""
     return _timed(_make(arm, world))
 
 
@@ -100,7 +101,7 @@ def _timed(step: Step) -> float:
 
 
 def _alternate(world: World) -> dict[str, float]:
-    """Return the seconds of a step of each arm, after its first step. Collective."""
+    """Return each arm's step time in seconds, after the arm's first step. Collective."""
     arms = {arm: _make(arm, world) for arm in ("ours", "bare", *_COMPILED)}
     turns = run_interleaved(world, arms, _TURN, _TURNS)
     return {f"{arm}_step": found["step"] for arm, found in medians(turns).items()}

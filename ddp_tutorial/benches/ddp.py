@@ -12,8 +12,8 @@ from ddp_tutorial.experiments.arms import by_repeat, run_interleaved
 from ddp_tutorial.processes.launcher import launch
 from ddp_tutorial.world import World
 
-SAMPLES = 8  # per rank and step
-_TURNS, _STEPS = 4, 3  # turns per arm and repeat, steps per turn
+SAMPLES = 8  # per rank per step
+_TURNS, _STEPS = 4, 3  # turns per arm per repeat, and steps per turn
 _VARIANTS = {
     "naive": DDPConfig(variant="naive"),
     "flat": DDPConfig(variant="flat"),
@@ -27,7 +27,7 @@ _SLOW = DDPConfig(
 
 
 def measure(repeats: int) -> dict[str, Any]:
-    """Measure the variants on two ranks with one thread each.
+    """Measure the variants on two single-threaded ranks.
 
     The report contains the tokens per second of each variant on the machine's own link. On a simulated slow link, it
     contains the seconds of communication that overlap with the backward pass, and the seconds that could overlap.

@@ -1,17 +1,18 @@
-"""Measure the overhead of the detectors: training steps with one detector, with the default detectors, and without any.
+"""Measure the overhead of one detector and of the default detectors, compared with training steps without detectors.
 
 The model has 0.8 million parameters, and each rank processes 512 tokens per step. A second, tiny model has steps of
 about 3 ms, which makes any overhead visible. `single` measures the first model with one detector at a time.
 
-The default detectors are compared step by step: one step without them ("off"), one with them ("default"), and one
-without them ("again"). The order is then reversed, so that background load affects all three equally. The cost is the
-time of the middle step minus the mean of its two neighbors.
+The default detectors are compared in groups of three steps: one step without detectors ("off"), one with the default
+detectors ("default"), and one without detectors ("again"). The order is then reversed, so that background load affects
+all three steps equally. The cost is the time of the middle step minus the mean of its two neighbors.
 
 Periodic checks always run at the same positions within each block of 20 checked steps. The result is the median at each
-position, averaged over the 20 positions. A check every 20 steps therefore counts in full, as a twentieth of its cost.
+position, averaged over the 20 positions. A check every 20 steps therefore contributes a twentieth of its cost.
 
 `again` is compared with `off` in the same way. Its true cost is zero, so the difference shows the measurement error.
-`_cpu` is rank 0's CPU time in the same steps. CPU time excludes waiting for other ranks and varies less between steps.
+Names with `_cpu` report rank 0's CPU time in the same steps. CPU time excludes waiting for other ranks, and varies less
+between steps.
 
 The other detectors cannot be attached for a single step. They alternate in turns of 20 steps, with the same statistics.
 """
@@ -40,8 +41,8 @@ class Size(NamedTuple):
 
     model: ModelConfig
     arms: list[str]
-    turns: int  # of each arm per repeat
-    rounds: int = 0  # of `_STEPS` steps with the default detectors per repeat, and twice as many steps without
+    turns: int  # per arm per repeat
+    rounds: int = 0  # of `_STEPS` steps with the default detectors, and twice as many steps without, per repeat
 
 
 _SMALL = ModelConfig(layers=4, heads=4, width=128, context=64)
@@ -58,7 +59,7 @@ _FIRST = 3  # untimed warm-up steps per turn; the first steps include one-time c
 
 
 def measure(repeats: int) -> dict[str, Any]:
-    """Measure the milliseconds of a step on two ranks with one thread each.
+    """Measure the step time in milliseconds on two single-threaded ranks.
 
     `spread` contains the lowest and highest ratio of a single repeat.
     """
@@ -87,12 +88,12 @@ def measure(repeats: int) -> dict[str, Any]:
         ratio: [a / b for a, b in zip(samples[above], samples[below], strict=True)]
         for ratio, (above, below) in ratios.items()
     }
-    result["ratios"] |= pooled  # over all repeats, so the medians are of more steps
+    result["ratios"] |= pooled  # over all repeats, so the medians use more steps
     return result | {"spread": {ratio: [min(values), max(values)] for ratio, values in single.items()}}
 
 
 class Triple(NamedTuple):
-    """The seconds of three consecutive steps, in this or in reverse order."""
+    """The step times of three consecutive steps in seconds, in this order or in reverse."""
 
     off: float
     default: float
@@ -100,7 +101,7 @@ class Triple(NamedTuple):
 
 
 def _one_by_one(world: World, config: TaskConfig, size: Size, repeats: int) -> tuple[list[Triple], list[Triple]]:
-    """Return the triples of the recorded steps: elapsed seconds, and CPU seconds of this rank. Collective.
+    """Return triples of elapsed seconds, and triples of this rank's CPU seconds. Collective.
 
     Each repeat contains `size.rounds` times `_STEPS` steps with the default detectors.
     """
@@ -128,7 +129,7 @@ def _cut(several: Sequence[Any], parts: int) -> list[Any]:
 
 
 def _compared(triples: Sequence[Triple]) -> dict[str, float]:
-    """Return the seconds of a step without detectors, with detectors, and of the comparison without detectors."""
+    """Return the step time in seconds without detectors, with detectors, and again without detectors."""
     off = _of_a_step([[(each.off + each.again) / 2 for each in turn] for turn in _turns(triples)])
     cost = _of_a_step([[each.default - (each.off + each.again) / 2 for each in turn] for turn in _turns(triples)])
     nothing = _of_a_step([[each.again - each.off for each in turn] for turn in _turns(triples)])
@@ -140,7 +141,7 @@ def _turns(triples: Sequence[Triple]) -> list[Sequence[Triple]]:
 
 
 def _alternate(world: World, config: TaskConfig, size: Size, repeats: int) -> Samples:
-    """Return the seconds of a step of each arm in each repeat. Collective.
+    """Return each arm's step times in seconds, one per repeat. Collective.
 
     The order of the arms is reversed after each round, and detectors are attached only for their own turn.
     """
@@ -160,7 +161,7 @@ def _alternate(world: World, config: TaskConfig, size: Size, repeats: int) -> Sa
 
 
 def _of_a_step(turns: Sequence[Sequence[float]]) -> float:
-    """Return the seconds of a step: the median over the turns at each position, averaged over the positions.
+    """Return the step time in seconds, as the median over the turns at each position, averaged over the positions.
 
     A check that runs at one position in all turns counts in full. A temporary slowdown of the machine does not.
     """

@@ -1,11 +1,11 @@
-"""Provoke hangs repeatedly and check the reports: both ranks, their collectives, their lines, and complete termination.
+"""Provoke hangs repeatedly. Check that the reports name both ranks with their lines, and that all processes exit.
 
-`tests/test_hangs.py` tests each hang of the notebook once; this benchmark repeats them, which takes minutes. Verdicts
+`tests/test_hangs.py` tests each hang in the notebook once. This benchmark repeats them, which takes minutes. Verdicts
 are compared with the source of this module: in each hang, the comments `# rank 0 waits` and `# rank 1 waits` mark the
 lines that a verdict must name.
 
 In one run with ten repeats on two cores, 80 of 80 verdicts were correct and worded identically in each repeat, and no
-process was left. All ranks had exited 1.1 s (median) or at most 1.2 s after the timeout.
+process was still running. All ranks had exited 1.1 s (median) or at most 1.2 s after the timeout.
 """
 
 import os
@@ -31,7 +31,7 @@ from ddp_tutorial.world import World
 
 RANKS = 2
 PATIENCE = 1.0  # seconds that a rank waits before it is reported
-WITHIN = 2.0  # seconds after that in which all ranks should exit on an idle machine
+WITHIN = 2.0  # seconds after the timeout within which all ranks should exit on an idle machine
 TIME_LIMIT = 60  # timeout of a launch in seconds
 
 Began = Callable[[], None]  # called when the hang begins
@@ -63,7 +63,7 @@ def rank_zero_only(world: World, began: Began) -> None:
 
 
 def uneven_inputs(world: World, began: Began) -> None:
-    """Give rank 1 one batch more than rank 0.
+    """Give rank 1 one more batch than rank 0.
 
     Rank 1 hangs in an all-reduce that `DistributedDataParallel` starts in the backward pass.
     """
@@ -102,7 +102,7 @@ def early_stopping(world: World, began: Began) -> None:
 
 
 def an_error_that_is_passed_over(world: World, began: Began) -> None:
-    """Skip a collective on one rank because an error is ignored."""
+    """Ignore an error on one rank, which then skips a collective."""
     began()
     for number in range(3):
         try:
@@ -137,10 +137,10 @@ def measure_hangs(repeats: int, report: Callable[[str], None] = lambda _: None) 
         report: A function to call with a line of text after each repeat.
 
     Returns:
-        The report. `right` counts the verdicts that name both ranks with their lines, out of `of`. `other_verdicts`
+        The report. `right` of `of` verdicts name both ranks with their lines. `other_verdicts`
         counts the verdicts whose wording differs from the first repeat. `seconds` contains the median and maximum time
         from the start of a hang until all ranks have exited, minus `patience`. `late` counts the times above `within`,
-        and `left` the processes left behind.
+        and `left` the processes still running.
     """
     right, late, left, others, seconds = 0, 0, 0, 0, list[float]()
     first: dict[str, str] = {}
@@ -156,7 +156,7 @@ def measure_hangs(repeats: int, report: Callable[[str], None] = lambda _: None) 
                 right += 1
             else:
                 wrong.append(f"{name}: {message}")
-        report(f"repeat {repeat}: {right} of {len(seconds)} correct, at most {max(seconds):.2f} s late, {left} left")
+        report(f"repeat {repeat}: {right} of {len(seconds)} correct, at most {max(seconds):.2f} s late, {left} running")
     return {
         "bench": "hangs",
         "environment": describe_environment(),
@@ -175,7 +175,7 @@ def measure_hangs(repeats: int, report: Callable[[str], None] = lambda _: None) 
 
 
 def is_good(result: Mapping[str, Any]) -> bool:
-    """Return whether all requirements hold; times are not required because they depend on the machine's load."""
+    """Return whether all requirements hold. They do not include times, which depend on the machine's load."""
     return bool(result["right"] == result["of"]) and not result["left"]
 
 
@@ -185,10 +185,10 @@ def describe(result: Mapping[str, Any]) -> str:
     return "\n".join(
         [
             f"{result['right']} of {result['of']} correct: {result['hangs']} hangs, {result['repeats']} repeats; "
-            f"{result['other_verdicts']} verdicts with a different text than the first",
+            f"{result['other_verdicts']} verdicts differ from the first verdict",
             f"delay after the timeout of {result['patience']} s: {seconds['median']} s median, "
             f"{seconds['most']} s at most; {result['late']} later than {result['within']} s",
-            f"processes left: {result['left']}",
+            f"processes still running: {result['left']}",
             *result["wrong"],
         ]
     )
@@ -220,7 +220,7 @@ def _hang(name: str) -> tuple[str, float, int]:
 
     Returns:
         The verdict, the seconds from the start of the hang until all ranks have exited minus the timeout, and the
-        number of processes left behind.
+        number of processes still running.
     """
     with tempfile.TemporaryDirectory(prefix="hangs-") as folder:
         notes, message = Path(folder), "no error"

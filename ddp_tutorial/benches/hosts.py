@@ -1,4 +1,4 @@
-"""A part of `bench cluster`: 8, 16 and 32 hosts on a slow network, compared with the scaling model.
+"""Part of `bench cluster` that compares 8, 16 and 32 hosts on a slow network with the scaling model.
 
 The ranks sleep instead of computing. The model is fitted to one and two of the hosts.
 """
@@ -27,13 +27,13 @@ HOSTS = (8, 16, 32)
 BATCH, SMALL_BATCH = 64, 16  # global batch sizes
 SLEEPER = Sleeper(fixed=0.02, per_sample=0.01, nbytes=2**19)
 _DDP = DDPConfig(variant="bucket", bucket_cap_mb=0.25)
-_BUCKETS = 3  # two buckets of gradients, and one of a few bytes for the used parameters
+_BUCKETS = 3  # two gradient buckets, and a bucket of a few bytes for the used parameters
 _SIZES = (2**10, 2**16, 2**18)  # bytes of the all-reduces to which the link is fitted
 _TURNS = 2
 
 
 def measure(repeats: int) -> tuple[Samples, dict[str, tuple[str, str]]]:
-    """Measure and predict the milliseconds of a step on each number of `HOSTS`.
+    """Measure and predict the step time in milliseconds for each number of hosts in `HOSTS`.
 
     Returns:
         The values of each arm, and the arms of each ratio of measured to predicted.
@@ -52,7 +52,7 @@ def measure(repeats: int) -> tuple[Samples, dict[str, tuple[str, str]]]:
 
 
 def _one_and_two(world: World) -> dict[str | int, float]:
-    """Return the seconds of steps on one and two ranks, and of all-reduces by number of bytes. Collective."""
+    """Return step times on one and two ranks, and all-reduce times by number of bytes, in seconds. Collective."""
     alone = world.rank == 0
     tensors = {nbytes: torch.zeros(nbytes // 4) for nbytes in _SIZES}
     arms: dict[str | int, Callable[[], object]] = {
@@ -75,7 +75,7 @@ def _fitted(at: dict[str | int, float]) -> StepModel:
 
 
 def _steps(world: World, repeats: int) -> list[float]:
-    """Return the seconds of each step, from a barrier until this rank has the mean of all gradients. Collective.
+    """Return step times in seconds, from a barrier until this rank has the mean of all gradients. Collective.
 
     The first step is a warm-up and is not recorded.
     """

@@ -2,11 +2,11 @@
 
 Arms:
     default: The Trainer with its default settings. Gradients go through gloo, as in the bare loop.
-    shared_memory: The Trainer with `ddp.shared_memory`, for two ranks of one host.
+    shared_memory: The Trainer with `ddp.shared_memory`, for two ranks on one host.
     bare: The hand-written loop.
-    bare_without_loss: The hand-written loop, without the loss. For reference: it does less work.
+    bare_without_loss: The hand-written loop without reporting the loss. It does less work, and serves as a reference.
 
-All other arms report the global mean loss of every step, which takes one small all-reduce.
+All other arms report the global mean loss of every step, which requires one small all-reduce.
 """
 
 import math
@@ -34,18 +34,18 @@ from ddp_tutorial.training.tasks import make_trainer
 from ddp_tutorial.training.trainer import Trainer
 from ddp_tutorial.world import World
 
-# Name -> (model, samples per rank and step, steps per repeat). A turn of all arms takes one to two seconds.
+# Name -> (model, samples per rank per step, steps per repeat). A turn of all arms takes one to two seconds.
 _SIZES = {
     "tiny": (ModelConfig(layers=1, heads=1, width=16, context=64), 8, 200),
     "small": (ModelConfig(layers=2, heads=4, width=64, context=64), 8, 100),
     "large": (ModelConfig(layers=4, heads=4, width=128, context=64), 8, 40),
 }
 _ARMS = ("default", "shared_memory", "bare", "bare_without_loss")
-_NOTE = "Every arm but bare_without_loss reports the global mean loss of every step."
+_NOTE = "Every arm except bare_without_loss reports the global mean loss of every step."
 
 
 def measure(repeats: int) -> dict[str, Any]:
-    """Measure the tokens per second of each arm on two ranks with one thread each, for three model sizes.
+    """Measure each arm's tokens per second on two single-threaded ranks, for three model sizes.
 
     Each repeat starts new ranks, because the memory layout of a process affects its speed by several percent.
     """
@@ -66,8 +66,8 @@ def measure(repeats: int) -> dict[str, Any]:
 def _alternate(world: World, config: TaskConfig, steps: int) -> dict[str, float]:
     """Return the tokens per second of each arm, from the medians of its turns. Collective.
 
-    A turn has `log_every` steps, in which the Trainer performs each periodic action once. Alternating turns ensure that
-    background load affects all arms equally.
+    A turn contains `log_every` steps, in which the Trainer performs each periodic action once. Alternating turns ensure
+    that background load affects all arms equally.
     """
     tokens = config.batch_size * config.model.context
     in_memory = config.model_copy(update={"ddp": DDPConfig(shared_memory=True)})
@@ -85,7 +85,7 @@ def _alternate(world: World, config: TaskConfig, steps: int) -> dict[str, float]
 
 
 def _observed(trainer: Trainer) -> Callable[[], None]:
-    """Return a step of `trainer` that times the phases of this trainer only, as `train` does."""
+    """Return a step function of `trainer` that times only this trainer's phases, as `train` does."""
 
     def step() -> None:
         with observe(trainer.record.watch):
@@ -95,7 +95,7 @@ def _observed(trainer: Trainer) -> Callable[[], None]:
 
 
 def reporting(world: World, step: Callable[[], torch.Tensor]) -> Callable[[], None]:
-    """Return a step that also records the global mean of the loss that `step` returns on each rank."""
+    """Return a step function that also records the global mean of the loss that `step` returns on each rank."""
     losses: list[float] = []
 
     def step_and_report() -> None:
@@ -107,7 +107,7 @@ def reporting(world: World, step: Callable[[], torch.Tensor]) -> Callable[[], No
 
 
 def bare_loop(world: World, config: TaskConfig, *, compiled: bool = False) -> Callable[[], torch.Tensor]:
-    """Return one step in plain torch, without a log or phases. It returns the loss of this rank.
+    """Return a step function in plain torch, without a log or phases. It returns this rank's loss.
 
     With `compiled`, DDP wraps the model first, and `torch.compile` compiles the wrapper.
     """

@@ -1,11 +1,11 @@
 """Compare popular trainers and this package's trainer with a plain torch loop on the same work.
 
-A trainer is timed from the eleventh step to the last: forward pass, backward pass, update, and everything between
-steps. Every arm reports the global mean loss of every step, which takes one small all-reduce. This package's trainer
-also writes its log and its TensorBoard events, as in normal use.
+Trainers are timed from the eleventh to the last step, including their work between steps. Every arm reports the global
+mean loss of every step, which requires one small all-reduce. This package's trainer also writes its log and TensorBoard
+events, as in normal use.
 
-Arm `ours` sends gradients through gloo, as all other trainers do. Arm `shared_memory` is ours with `ddp.shared_memory`,
-for two ranks of one host.
+Arm `ours` sends gradients through gloo, as all other trainers do. Arm `shared_memory` is `ours` with
+`ddp.shared_memory`, for two ranks on one host.
 """
 
 import statistics
@@ -25,7 +25,7 @@ _SIZES = {"tiny": (1, 1, 16, 150), "small": (2, 4, 64, 80), "large": (4, 4, 128,
 
 
 def measure(repeats: int) -> dict[str, Any]:
-    """Measure the samples per second of each trainer on two ranks with one thread each, for three model sizes."""
+    """Measure each trainer's samples per second on two single-threaded ranks, for three model sizes."""
     samples: Samples = {}
     for size, (layers, heads, width, steps) in _SIZES.items():
         work = gpt(steps, layers=layers, heads=heads, width=width)

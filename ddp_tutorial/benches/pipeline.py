@@ -1,11 +1,11 @@
 """Compare pipeline steps with the predictions of their schedules.
 
-The stages sleep, so that only the schedule determines the step time. The stages of a rank together sleep 20 ms in the
+The stages sleep, so that only the schedule determines the step time. A rank's stages together sleep 20 ms in the
 forward pass and 40 ms in the backward pass. The prediction is the makespan of the schedule without communication time.
-Torch's own schedules run with the same stages in the same ranks.
+Torch's own schedules run the same stages on the same ranks.
 
-Real stages (a GPT) are reported too. Their step time also depends on cores, caches and the balance of the stages. Their
-prediction uses the time of each stage in the same step.
+The benchmark also reports the results for the stages of a real model, a GPT. Their step time also depends on cores,
+caches and the balance of the stages. The prediction uses the time of each stage in the same step.
 """
 
 import statistics
@@ -30,7 +30,7 @@ from ddp_tutorial.world import World
 
 FORWARD, BACKWARD = 0.020, 0.040  # seconds per micro-batch in all stages of a rank
 MICRO_BATCHES = 8
-SCHEDULES: list[tuple[Name, int]] = [("gpipe", 1), ("1f1b", 1), ("interleaved", 2)]  # and stages per rank
+SCHEDULES: list[tuple[Name, int]] = [("gpipe", 1), ("1f1b", 1), ("interleaved", 2)]  # name, stages per rank
 ROWS = 2  # samples per micro-batch
 _TORCHS: dict[str, Any] = {"gpipe": ScheduleGPipe, "1f1b": Schedule1F1B, "interleaved": ScheduleInterleaved1F1B}
 
@@ -63,9 +63,9 @@ class SleepingLayer(nn.Module):
 
 
 def measure(repeats: int) -> dict[str, Any]:
-    """Measure the seconds of a step, from a barrier until the last rank is done, on 2 and 4 ranks.
+    """Measure the step time in seconds, from a barrier until the last rank is done, on 2 and 4 ranks.
 
-    The report contains predicted and measured times, and those of torch's schedules.
+    The report contains predicted times, measured times, and the times of torch's schedules.
     """
     samples: Samples = {}
     for size in (2, 4):
@@ -108,10 +108,10 @@ def _sleepers(stages: int, costs: tuple[float, float]) -> nn.Sequential:
 
 
 def _torchs(world: World, schedule: str, stages: int, costs: tuple[float, float]) -> Callable[[], object]:
-    """Return the same step in `torch.distributed.pipelining`.
+    """Return a function that runs the same step in `torch.distributed.pipelining`.
 
     Torch sends gradients without making them contiguous, and raises an error for a gradient that is not contiguous,
-    such as that of a plain sum (torch 2.13). Therefore, the loss is a sum of squares.
+    such as the gradient of a plain sum (torch 2.13). Therefore, the loss is a sum of squares.
     """
     model = _sleepers(stages, costs)
     own = [
@@ -132,7 +132,7 @@ def _torchs(world: World, schedule: str, stages: int, costs: tuple[float, float]
 
 
 def _real(world: World, repeats: int) -> Samples:
-    """Return measured and predicted times of a GPT with eight blocks, split into stages with similar parameter counts.
+    """Return the measured and predicted times of an eight-block GPT, split into stages with similar parameter counts.
 
     The prediction uses the measured time of each stage.
     """
@@ -161,7 +161,7 @@ def _real(world: World, repeats: int) -> Samples:
 
 
 def _take_turns(world: World, calls: dict[str, Callable[[], object]], repeats: int) -> Samples:
-    """Return the seconds of each call until the last rank is done, in alternating turns. Collective.
+    """Return each call's time in seconds until the last rank is done. The calls take alternating turns. Collective.
 
     If there are several calls, the first round is a warm-up and is not recorded.
     """

@@ -1,9 +1,9 @@
-"""Compare measurements with published ones: `python -m ddp_tutorial reproduce NAME`.
+"""Compare measurements with published measurements. Run `python -m ddp_tutorial reproduce NAME`.
 
-The published numbers are those of Forgather, in the README of its example "DDP Trainer": a small transformer trains on
-Tiny Stories on one to four GPUs. Those runs differ in the number of steps and in the global batch size, and evaluate
-within the timed region. The benchmarks here do equal work in every arm. So compare the ratios, and not the samples per
-second.
+The published numbers are from the README of Forgather's example "DDP Trainer", in which a small transformer trains on
+Tiny Stories on one to four GPUs. The published runs differ in the number of steps and in the global batch size, and
+evaluate within the timed region. The benchmarks here do equal work in every arm. Therefore, compare the ratios, and not
+the samples per second.
 """
 
 import statistics
@@ -21,9 +21,9 @@ class Row:
         label: The configuration.
         arm: The arm of the benchmark.
         ranks: The number of ranks.
-        baseline: The arm that the speedup refers to.
+        baseline: The arm relative to which the speedup is computed.
         published: The published speedup over the published baseline, if there is one.
-        scale: The number of ranks divided by the baseline's, or None in a table that does not scale ranks.
+        scale: The number of ranks divided by the baseline's number, or None in a table that does not scale ranks.
         batch: The global batch size, in a table that does equal work.
     """
 
@@ -88,7 +88,7 @@ TABLES = {
 
 
 def reproduce(name: str, repeats: int) -> dict[str, Any]:
-    """Run the benchmark of a table, and return the benchmark's report with the rows of the table as `rows`.
+    """Run a table's benchmark, and return the benchmark's report with the table's rows as `rows`.
 
     Raises:
         ConfigError: If the name is unknown.
@@ -103,7 +103,7 @@ def reproduce(name: str, repeats: int) -> dict[str, Any]:
 
 def _measured(row: Row, arms: dict[str, Any], samples: int | None) -> dict[str, Any]:
     arm, baseline = arms[row.arm], arms[row.baseline]
-    # The arms alternate, so background load affects both values of a repeat, but not their ratio.
+    # The arms alternate, so background load affects both values in a repeat, but not their ratio.
     ratio = statistics.median(a / b for a, b in zip(arm["values"], baseline["values"], strict=True))
     speedup = 1 / ratio if arm["unit"] == "s" else ratio
     return {

@@ -8,7 +8,7 @@ from ddp_tutorial.benches import Samples, report
 from ddp_tutorial.live.pool import Ranks
 from ddp_tutorial.processes.launcher import launch
 
-CALLS = 50  # per repeat; the result is their median
+CALLS = 50  # per repeat; the result is the median of the calls
 
 
 def measure(repeats: int) -> dict[str, Any]:

@@ -1,7 +1,7 @@
 """Kill ranks of small runs under torchrun; each run must be bitwise identical to an uninterrupted run.
 
 In each attempt, a rank is killed with SIGKILL at a randomly chosen point (see attempts.py). torchrun terminates the
-other rank and restarts both, and they resume with `resume: auto`. No process may be left behind.
+other rank and restarts both ranks, which resume with `resume: auto`. All processes must have exited after the run.
 """
 
 import json
@@ -34,23 +34,23 @@ from ddp_tutorial.training.tasks import train
 from ddp_tutorial.world import World
 
 KILLS = 5  # the maximum number of kills per run
-POINTS = 200  # a kill hits one of a rank's first points in an attempt, out of this number
+POINTS = 200  # a kill happens at one of a rank's first 200 points in an attempt
 
 
 def measure_restarts(kills: int, seed: int = 0, report: Callable[[str], None] = lambda _: None) -> dict[str, Any]:
     """Kill ranks at least `kills` times, in a temporary folder.
 
     Args:
-        kills: The number of kills.
+        kills: The minimum number of kills.
         seed: The seed of the random choices.
         report: A function to call with a line of text after each finished run.
 
     Returns:
-        The report. `in_saving` counts the kills during a save. `attempts` counts all attempts, including that of the
+        The report. `in_saving` counts the kills during a save. `attempts` counts all attempts, including the
         uninterrupted run. `rejoined` counts the attempts after a kill whose ranks all joined. `seconds` is the median
         time from a kill until all ranks of the next attempt have joined. `bit_equal` is whether the weights, losses and
-        gradient norms of every run are identical to those of the uninterrupted run. `leftover_processes` counts the
-        processes left behind.
+        gradient norms of every run are identical to those of the uninterrupted run. `leftover_processes` is
+        the number of processes still running after the runs.
     """
     rng, before, counted = random.Random(seed), Path.cwd(), {"kills": 0, "in_saving": 0, "attempts": 1, "rejoined": 0}
     runs, leftover_processes, seconds, bit_equal = 0, 0, list[float](), True
@@ -73,8 +73,8 @@ def measure_restarts(kills: int, seed: int = 0, report: Callable[[str], None] = 
                 bit_equal = bit_equal and outcome(f"run{runs}") == expected
                 leftover_processes += leftovers(Path.cwd())
                 runs += 1
-                progress = f"{counted['kills']} kills; {runs} runs finished, bit-equal: {bit_equal}"
-                report(f"{progress}, processes left behind: {leftover_processes}")
+                progress = f"{counted['kills']} kills; {runs} runs finished, bitwise identical: {bit_equal}"
+                report(f"{progress}, processes still running: {leftover_processes}")
         finally:
             os.chdir(before)
     median = round(statistics.median(seconds), 2) if seconds else None
@@ -105,7 +105,7 @@ def torchrun(name: str, planned_kills: Sequence[tuple[int, int]]) -> Path:
 
     Args:
         name: The name of the run.
-        planned_kills: For each attempt, the rank to kill and the number of the point at which to kill it.
+        planned_kills: For each attempt, the rank to kill, and the number of the point at which to kill the rank.
 
     Returns:
         The folder with the notes of the attempts.

@@ -2,7 +2,7 @@
 
 The benchmark compares one process, synchronized ranks, and independent processes with the same work. All arms of a
 launch take the same optimizer steps on the same samples. The timer covers nothing else: no evaluation and no log. The
-arms run in the same ranks and alternate. While rank 0 works alone, the other ranks sleep in a barrier.
+arms run in the same ranks and alternate. While rank 0 works alone, all other ranks sleep in a barrier.
 """
 
 from collections.abc import Callable
@@ -19,18 +19,18 @@ from ddp_tutorial.sharding.config import SourceConfig, SourceKind
 from ddp_tutorial.sharding.sources import SINGLE_PROCESS, make_source
 from ddp_tutorial.world import World
 
-# The global batch size; in the weak arms, the batch size per rank. With a smaller batch, ranks synchronize more often
-# for the same work.
+# The global batch size, or in the weak arms, the batch size per rank. With a smaller batch, ranks synchronize more
+# often for the same work.
 BATCH = 64
 SAMPLES = 4096
-_TURNS, _STEPS = 2, 4  # turns per arm and repeat, steps per turn
+_TURNS, _STEPS = 2, 4  # turns per arm per repeat, and steps per turn
 
 
 class Setup(NamedTuple):
     """The configuration of one arm.
 
     Attributes:
-        readers: The number of ranks that take part. With 1, a single process trains alone.
+        readers: The number of ranks that read data and train. With 1, a single process trains alone.
         batch: The global batch size.
         talk: Whether the ranks average their gradients.
         threads: The number of torch threads per rank.
@@ -63,11 +63,11 @@ FOUR_RANK_ARMS = {"one_thread_of_four": Setup(1), "four_ranks": Setup(4), "four_
 
 
 def measure(repeats: int) -> dict[str, Any]:
-    """Measure the samples per second of each arm.
+    """Measure each arm's samples per second.
 
-    The arms are one process with one thread, one process with all threads, ranks with one thread each, and the same
-    number of independent processes on the same shards without synchronization. In the weak arms, each rank has the
-    batch size of the single process. Ranks must end with bitwise identical parameters.
+    The arms are a single-threaded process, a process with all threads, single-threaded ranks, and the same number of
+    independent processes on the same shards without synchronization. In the weak arms, each rank uses the batch size
+    of the single process. Ranks must end with bitwise identical parameters.
     """
     two = launch(race, 2, two_rank_arms(), repeats, device="cpu", threads=1, echo=False)[0]
     four = launch(race, 4, FOUR_RANK_ARMS, repeats, device="cpu", threads=1, echo=False)[0]
@@ -87,7 +87,7 @@ def measure(repeats: int) -> dict[str, Any]:
 
 
 def arm_of(setup: Setup, world: World) -> Arm | None:
-    """Return this rank's part in an arm, or None if it does not take part."""
+    """Return this rank's training step in an arm, or None if the rank does not train."""
     if world.rank >= setup.readers:
         return None
     reader = world if setup.readers > 1 else SINGLE_PROCESS
@@ -98,7 +98,7 @@ def arm_of(setup: Setup, world: World) -> Arm | None:
 def race(world: World, setups: dict[str, Setup], repeats: int, turns: int = _TURNS, steps: int = _STEPS) -> Samples:
     """Return the samples per second of each arm in each repeat, from the median of its turns. Collective.
 
-    The values on different ranks differ only by their clocks.
+    The values on different ranks differ only because of the ranks' clocks.
     """
     arms = {name: arm_of(setup, world) for name, setup in setups.items()}
     calls: dict[str, Callable[[], object]] = {name: each or idle for name, each in arms.items()}

@@ -17,15 +17,15 @@ from ddp_tutorial.training.optimization import make_optimizer
 from ddp_tutorial.world import World
 from ddp_tutorial.zero.memory import DIVIDED, model_state_bytes
 
-SAMPLES = 8  # per rank and step
-_TURNS, _STEPS = 3, 2  # turns per arm and repeat, steps per turn
+SAMPLES = 8  # per rank per step
+_TURNS, _STEPS = 3, 2  # turns per arm per repeat, and steps per turn
 _STRATEGIES = ["ddp", "zero1", "zero2", "zero3", "fsdp"]
 
 
 def measure(repeats: int) -> dict[str, Any]:
-    """Measure the steps per second of each strategy and of torch's `ZeroRedundancyOptimizer` with DDP.
+    """Measure the steps per second with each strategy, and with DDP and torch's `ZeroRedundancyOptimizer`.
 
-    The model has about 5 million parameters and runs on two ranks with one thread each. `memory` contains the measured
+    The model has about 5 million parameters and trains on two single-threaded ranks. `memory` contains the measured
     and predicted bytes of each kind of tensor on rank 0.
     """
     samples, memory = launch(_measure, 2, repeats, device="cpu", threads=1, echo=False)[0]

@@ -1,7 +1,7 @@
-"""A disk of a few megabytes that can really be full: a tmpfs that only this process and its children see.
+"""Mount a disk of a few megabytes that can really become full: a tmpfs visible only to this process and its children.
 
 On Linux, an unprivileged user can mount a tmpfs in separate user and mount namespaces, unless this is forbidden, as in
-many containers. The tmpfs disappears when the last process that sees it exits for any reason.
+many containers. The tmpfs disappears when the last process that can see it exits.
 """
 
 import ctypes
@@ -24,12 +24,12 @@ def mount_small_disk(folder: Path, nbytes: int) -> str:
         An empty string, or the reason why the disk could not be mounted.
     """
     if not hasattr(os, "getuid") or not Path("/proc/self/uid_map").exists():
-        return "only Linux has namespaces"
+        return "user namespaces are not available; they require Linux"
     libc = ctypes.CDLL(None, use_errno=True)
     user, group = os.getuid(), os.getgid()
     if libc.unshare(_NEW_USERS | _NEW_MOUNTS):
         return f"unshare: {os.strerror(ctypes.get_errno())}"
-    try:  # the new namespace has no user until the ids are mapped
+    try:  # the new namespace contains no user until the IDs are mapped
         Path("/proc/self/setgroups").write_text("deny")
         Path("/proc/self/uid_map").write_text(f"{user} {user} 1")
         Path("/proc/self/gid_map").write_text(f"{group} {group} 1")
@@ -41,7 +41,7 @@ def mount_small_disk(folder: Path, nbytes: int) -> str:
 
 
 def fill_up(folder: Path, free_bytes: int) -> None:
-    """Fill the disk with a file in `folder`, the root of a small disk, except for `free_bytes` bytes."""
+    """Fill the disk, whose root is `folder`, with a file that leaves `free_bytes` bytes free."""
     with (folder / _BALLAST).open("wb", buffering=0) as file:
         try:
             while True:

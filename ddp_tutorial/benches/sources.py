@@ -1,4 +1,4 @@
-"""Compare the sources: training from each source, reading without training, and resuming far into the data."""
+"""Compare the sources in training, in reading without training, and in resuming far into the data."""
 
 import tempfile
 import time
@@ -26,7 +26,7 @@ from ddp_tutorial.world import World
 
 BATCH = 16  # global batch size
 SAMPLES = 20_000
-_TURNS, _STEPS = 4, 10  # turns per arm and repeat, steps per turn
+_TURNS, _STEPS = 4, 10  # turns per arm per repeat, and steps per turn
 _LOADED = 2_000  # samples that a loader reads per turn
 ROWS = 1_200_000  # in the files for the resume test
 
@@ -36,8 +36,8 @@ KINDS = ["sharded", "dispatched", "streamed", "fast_stream"]
 def measure(repeats: int) -> dict[str, Any]:
     """Measure the sources.
 
-    The report contains the samples per second of training and of the loaders alone, the parts of a step, and the
-    seconds to resume.
+    The report contains the samples per second in training and in the loaders alone, the time of each phase in a step,
+    and the time to resume in seconds.
     """
     with tempfile.TemporaryDirectory() as folder:
         trained = launch(_train, 2, folder, repeats, device="cpu", threads=1, echo=False)[0]
@@ -55,7 +55,7 @@ def _sources(world: World) -> dict[str, Source]:
 
 
 def _train(world: World, folder: str, repeats: int) -> Samples:
-    """Train from each source on the same two ranks, in alternating turns and with one model per source. Collective."""
+    """Train from each source on the same two ranks, in alternating turns, with one model per source. Collective."""
     with chdir(folder):
         arms = {
             kind: gpt_step(source, world, ddp=DDPConfig(variant="bucket")) for kind, source in _sources(world).items()
@@ -77,7 +77,7 @@ _PARTS = {"wait": "data", "compute": "compute", "sync": "sync"}
 def _load(world: World, folder: str, repeats: int) -> Samples:
     """Return the samples per second of each source without a model. Collective.
 
-    `iterable` is a stream of `datasets` in torch's DataLoader, as in its documentation.
+    `iterable` is a stream of `datasets` in torch's DataLoader, as in the `datasets` documentation.
     """
     with chdir(folder):
         sources, iterable = _sources(world), _iterable(world)
@@ -104,7 +104,7 @@ def _iterable(world: World) -> Iterator[Any]:
 
 
 def _skip(folder: Path, repeats: int) -> list[float]:
-    """Return the seconds to open the files, restore a cursor of a million samples, and read the next batch."""
+    """Return the time in seconds to open the files, restore a cursor at sample 1,000,000, and read the next batch."""
     paths = [folder / f"rows-{number}.arrow" for number in range(4)]
     for number, path in enumerate(paths):
         rows = np.arange(ROWS // 4 * CONTEXT, dtype=np.uint8).reshape(-1, CONTEXT)

@@ -20,7 +20,7 @@ SMALL = ModelConfig(layers=4, heads=4, width=128, context=CONTEXT)  # about 0.8 
 
 
 def random_text(samples: int) -> TokenBlocks:
-    """Return samples of random bytes; their content does not affect the speed."""
+    """Return samples of random bytes; the contents do not affect the speed."""
     generator = torch.Generator().manual_seed(0)
     return TokenBlocks(torch.randint(256, (samples * CONTEXT + 1,), dtype=torch.uint8, generator=generator), CONTEXT)
 
@@ -35,8 +35,8 @@ def gpt_step(
 ) -> TrainStep:
     """Return a training step of a GPT on the samples of `source`.
 
-    The gradients are averaged over `team`, which may differ from the world that shards the samples. In a team of its
-    own, a rank trains on its shard like an independent process.
+    The gradients are averaged over `team`, which may differ from the world that shards the samples. In a team of one,
+    a rank trains on its shard like an independent process.
 
     Args:
         source: The source of the samples.

@@ -4,16 +4,16 @@
     checkpointer.save(step)
     manifest = checkpointer.load(latest(folder))
 
-A component is any object with `state_dict` and `load_state_dict`. The `shared` mode of a component specifies which
-ranks have the same state, and therefore which ranks write it:
+A component is any object with `state_dict` and `load_state_dict`. A component's `shared` mode specifies which ranks
+hold the same state, and therefore which ranks write the state:
 
-    replicated   All ranks have the same state. Rank 0 writes it, after a check that the states are identical.
-    global       Rank 0 has the state for all ranks.
-    per_rank     Each rank has its own state.
-    per_node     The ranks of one node have the same state.
-    per_group    Each group of `span` consecutive ranks has the same state.
-    sharded      Each rank has a shard of every tensor (a DTensor, as in FSDP), or some of the full tensors. The shards
-                 depend on the world size.
+    replicated   All ranks hold the same state. Rank 0 writes it, after a check that the states are identical.
+    global       Rank 0 holds the state for all ranks.
+    per_rank     Each rank holds its own state.
+    per_node     The ranks of one node hold the same state.
+    per_group    Each group of `span` consecutive ranks holds the same state.
+    sharded      Each rank holds a shard of every tensor (a DTensor, as in FSDP), or a subset of the full tensors. The
+                 shards depend on the world size.
 
 All ranks write into the same folder. If the hosts do not share a disk, use `shared=False`: rank 0 then writes and reads
 for all ranks, and the states are sent over the network.
@@ -79,7 +79,7 @@ Components = dict[tuple[str, int], State]  # by component name and rank
 
 
 class Checkpointer:
-    """Saves and loads the components of one run. All methods except `close` are collective."""
+    """A checkpointer that saves and loads the components of one run. All methods except `close` are collective."""
 
     def __init__(
         self,
@@ -99,17 +99,18 @@ class Checkpointer:
         """Store the arguments. Collective.
 
         Args:
-            folder: The folder of the checkpoints.
+            folder: The checkpoint folder.
             components: The parts of the run's state, by name.
             world: The ranks of the run.
             config: The settings that the manifest records.
             check: How thoroughly replicated state is compared between ranks; see `assert_replicated`.
             background: Whether a thread writes the files while training continues.
             keep_last: The number of newest valid checkpoints to keep.
-            keep_best: The number of checkpoints with the best metric to keep in addition; see `Retention`.
+            keep_best: The number of checkpoints with the best metric to keep, in addition to the newest; see
+                `Retention`.
             metric: The name of the metric.
             mode: `"min"` if lower values of the metric are better, and `"max"` otherwise.
-            shared: Whether all ranks see `folder`. If not, only rank 0 accesses it.
+            shared: Whether all ranks share `folder`. If not, only rank 0 accesses the folder.
 
         Raises:
             ConfigError: If a component is sharded and `shared` is false.
@@ -135,15 +136,15 @@ class Checkpointer:
             recover_all(self.folder)
 
     def save(self, step: int, metrics: Mapping[str, float | None] | None = None) -> None:
-        """Write a checkpoint of `step`. With `background`, copy the state, and let a thread write the copy.
+        """Write a checkpoint for `step`. With `background`, copy the state, and let a thread write the copy.
 
         Args:
             step: The number of completed steps.
-            metrics: Recorded in the manifest. NaN and infinite values are stored as None, which is worse than any
-                number.
+            metrics: The metrics that the manifest records. NaN and infinite values are stored as None, which counts as
+                worse than any number.
 
         Raises:
-            CheckpointError: On all ranks, if one rank cannot write its part. The partial checkpoint is removed.
+            CheckpointError: On all ranks, if one rank cannot write its files. The partial checkpoint is removed.
         """
         self.finish()
         self.close()
@@ -168,7 +169,7 @@ class Checkpointer:
         return self._pending is not None and not self._pending.done
 
     def poll(self) -> None:
-        """Publish a background save if all ranks have written their parts. Call this method after each step.
+        """Publish a background save if all ranks have written their files. Call this method after each step.
 
         Raises:
             CheckpointError: On all ranks, if the background save failed on a rank.
@@ -214,7 +215,7 @@ class Checkpointer:
         return checked
 
     def close(self) -> None:
-        """Wait for this rank's background threads. A save without a call to `finish` is not published."""
+        """Wait for this rank's background threads. A background save is not published unless `finish` is called."""
         if self._pending is not None:
             self._pending.join()
             self._pending = None
@@ -224,7 +225,7 @@ class Checkpointer:
         """Return the states that this rank writes, after the consistency checks.
 
         Returns:
-            The states of the unsharded components, and those of the sharded components.
+            The states of the unsharded components, and the states of the sharded components.
         """
         states = {name: dict(component.stateful.state_dict()) for name, component in self.components.items()}
         run_on_all_ranks(self.world, lambda: check_plain(states), CheckpointError)
@@ -244,16 +245,16 @@ class Checkpointer:
         return (self._copied(parts) if self.background else parts), sharded
 
     def _at_rank_zero(self, parts: Components) -> Components:
-        """Gather the parts of all ranks on rank 0. The other ranks get an empty dict."""
+        """Gather the states of all ranks on rank 0. Return an empty dict on the other ranks."""
         sent = {} if self.world.is_main else tree_map(lambda value: _copy(value, None), parts)
         of_others = to_rank_zero(self.world, sent)
         return {key: state for each in (parts, *of_others) for key, state in each.items()} if of_others else {}
 
     def _copied(self, parts: Components) -> Components:
-        """Copy the parts to CPU memory.
+        """Copy the states to CPU memory.
 
-        The copy reuses the memory of the previous copy if it fits, because allocating memory takes several times
-        longer.
+        The copy reuses the previous copy's memory if the shapes and dtypes match, because allocating memory takes
+        several times longer.
         """
         values, structure = tree_flatten(parts)
         before = self._memory if len(self._memory) == len(values) else [None] * len(values)
@@ -274,24 +275,30 @@ class Checkpointer:
         wanted = [name for name in self.components if name not in exclude]
         for name in wanted:
             if name not in manifest.components:
-                raise CheckpointError(f"{folder} does not contain {name!r}. To resume without it, exclude it by name")
+                raise CheckpointError(
+                    f"{folder} does not contain {name!r}. To resume without it, set resume_without=[{name}], or pass "
+                    f"exclude=[{name!r}] to Checkpointer.load"
+                )
         for name in manifest.components:
             if name not in self.components and name not in exclude:
                 raise CheckpointError(
-                    f"{folder} contains {name!r}, but this run has no such component. To resume without it, exclude "
-                    "it by name"
+                    f"{folder} contains {name!r}, but this run has no such component. To resume without it, set "
+                    f"resume_without=[{name}], or pass exclude=[{name!r}] to Checkpointer.load"
                 )
         self._on_reading_rank(lambda: read_verified(folder))  # last, because it takes the longest
         return manifest, [self._restore(folder, manifest, name) for name in wanted]
 
     def _on_reading_rank(self, read: Callable[[], Found]) -> Found:
-        """Return the result of `read` on this rank, or on rank 0 if only rank 0 has the folder (then collective)."""
+        """Return the result of `read`, called on this rank.
+
+        If only rank 0 can access the folder, call `read` on rank 0 instead. In this case, the method is collective.
+        """
         return read() if self.shared else decide_on_rank_zero(self.world, read)
 
     def _restore(self, folder: Path, manifest: Manifest, name: str) -> Callable[[], object]:
         """Return a function that restores one component.
 
-        The file is read here, before anything is restored. Sharded tensors are read by the returned function, because
+        The file is read here, before any state is restored. Sharded tensors are read by the returned function, because
         all ranks read them together.
         """
         component, stored = self.components[name], manifest.components[name]
@@ -307,8 +314,9 @@ class Checkpointer:
             return partial(thing.load_state_dict, state)
         if not isinstance(thing, Reshardable):
             raise CheckpointError(
-                f"{name!r} is {stored.shared}: {folder} contains it for {manifest.world_size} ranks, and it cannot be "
-                f"loaded on {self.world.size}. To resume without it, exclude it by name."
+                f"component {name!r} is {stored.shared}: {folder} contains the states of {manifest.world_size} ranks, "
+                f"which cannot be loaded on {self.world.size}. To resume without it, set resume_without=[{name}], or "
+                f"pass exclude=[{name!r}] to Checkpointer.load"
             )
         states = self._states(folder, stored, range(len(stored.files)))
         return partial(thing.load_resharded, states, manifest.step)
@@ -326,10 +334,10 @@ class Checkpointer:
 
 
 class _Writer:
-    """Writes one checkpoint: this rank's files go into a temporary folder, which is renamed at the end.
+    """A writer for one checkpoint. Each rank writes its files into a temporary folder, which `publish` renames.
 
-    `run` may execute in a thread, so it calls no collective. `write_sharded` and `publish` call collectives in the main
-    thread.
+    `run` may execute in a thread, so it does not call collectives. `write_sharded` and `publish` call collectives in
+    the main thread.
     """
 
     def __init__(self, checkpointer: Checkpointer, step: int, metrics: dict[str, Any], parts: Components) -> None:
@@ -382,7 +390,7 @@ class _Writer:
         self.done = True
 
     def _write(self) -> Iterator[tuple[str, int, Path]]:
-        """Yield the component name, the rank, and the path of each of this rank's files after it has been written.
+        """Write this rank's files, and yield the component name, the rank, and the path of each file.
 
         The shards have already been written by `write_sharded`.
         """

@@ -1,4 +1,4 @@
-"""Compare two checkpoints; the command `python -m ddp_tutorial checkpoint diff` prints the result."""
+"""Compare two checkpoints. The command `python -m ddp_tutorial checkpoint diff` prints the result."""
 
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,7 @@ def compare(first: Path, second: Path) -> dict[str, str]:
         second: The folder of the checkpoint to compare with.
 
     Returns:
-        A description of each difference, by the setting, file, or value that differs. Empty if there is no difference.
+        A dict that maps each differing setting, file, or value to a description of the difference.
 
     Raises:
         CheckpointError: If a checkpoint is damaged.

@@ -1,4 +1,4 @@
-"""Define the components of a run's state, and which ranks share each component."""
+"""Define the components of a run's state, and the ranks that share each component."""
 
 import random
 from collections.abc import Callable, Mapping, Sequence
@@ -20,10 +20,10 @@ State = dict[str, Any]
 
 
 class Stateful(Protocol):
-    """An object whose state can be saved and restored, such as a module, an optimizer, or a source."""
+    """An object whose state can be saved and restored, such as a module, an optimizer, or a data source."""
 
     def state_dict(self) -> Mapping[str, Any]:
-        """Return the state: nested dicts, lists, and tuples of tensors and plain values."""
+        """Return the state as nested dicts, lists, and tuples of tensors and plain values."""
 
     def load_state_dict(self, state: Any, /) -> Any:
         """Restore a state that `state_dict` returned."""
@@ -43,7 +43,7 @@ class Reshardable(Protocol):
 
 
 class StoredTensor(NamedTuple):
-    """The full shape and the dtype of a tensor of a sharded component in a checkpoint."""
+    """The full shape and the dtype of a tensor in a checkpoint's sharded component."""
 
     shape: torch.Size
     dtype: torch.dtype
@@ -57,7 +57,7 @@ class LazyState(Protocol):
     """
 
     def empty(self, stored: Mapping[str, StoredTensor]) -> State:
-        """Return uninitialized tensors for this rank to read into, by name.
+        """Return uninitialized tensors by name, into which this rank's state is read.
 
         Args:
             stored: The tensors in the checkpoint, by name.
@@ -69,8 +69,9 @@ class Component:
     """A part of a run's state, and the ranks that share it.
 
     Attributes:
-        stateful: The object to save and restore. For a model that `torch.compile` has wrapped, the wrapped model.
-        shared: The ranks that have the same state; see `checkpointer` for the possible values.
+        stateful: The object to save and restore. If the object is a model wrapped by `torch.compile`, the original
+            model is stored.
+        shared: The ranks that hold the same state; see `checkpointer` for the possible values.
         span: The number of ranks in a group. Applies only to `shared="per_group"`.
     """
 
@@ -79,7 +80,7 @@ class Component:
     span: int = 1
 
     def __post_init__(self) -> None:
-        """Unwrap a compiled model, so that checkpoints of compiled and other models have the same names."""
+        """Unwrap a compiled model, so that checkpoints of compiled and uncompiled models contain the same names."""
         if isinstance(self.stateful, nn.Module):
             object.__setattr__(self, "stateful", uncompiled(self.stateful))
 
@@ -117,7 +118,7 @@ def require_even_nodes(world: World, components: Mapping[str, Component]) -> Non
 
 
 def require_unsharded(world: World, components: Mapping[str, Component]) -> None:
-    """Raise an error if a component is sharded, because rank 0 cannot write and read it for all ranks.
+    """Raise an error if a component is sharded, because rank 0 cannot write and read shards for all ranks.
 
     Raises:
         ConfigError: If a component is sharded and there is more than one rank.
@@ -152,9 +153,9 @@ class FunctionState:
 
 
 class RandomState:
-    """The state of the random number generators of this rank, as a `Stateful`.
+    """The states of this rank's random number generators, as a `Stateful`.
 
-    The generators are those of Python, NumPy, and torch, on the CPU and on this rank's GPU.
+    The generators are those of Python, NumPy, torch on the CPU, and torch on this rank's GPU.
     """
 
     def __init__(self, device: torch.device, reseed: Callable[[int], None] | None = None) -> None:

@@ -1,4 +1,4 @@
-"""Settings of a run's checkpoints."""
+"""Define the settings of a run's checkpoints."""
 
 from typing import Any, Literal
 
@@ -11,7 +11,7 @@ Check = Literal["none", "quick", "tensor", "full"]
 
 
 class CheckpointConfig(Config):
-    """When the state of a run is saved, and what is kept."""
+    """Settings that specify when checkpoints are saved and how many checkpoints are kept."""
 
     every: Interval = Field(
         0,

@@ -23,8 +23,8 @@ def assert_replicated(world: World, name: str, state: Any, span: int, check: Che
             hash of every tensor. `"full"` compares all bytes of every tensor, without relying on a hash.
 
     Raises:
-        CheckpointError: If the state differs, or if it contains no values on any rank, because such a check always
-            passes.
+        CheckpointError: If the state differs between ranks, or if no rank's state contains values. Without values, the
+            check would always pass.
     """
     values = dict(named_leaves(name, state))
     mine = {name: summary(value, check) for name, value in values.items()}
@@ -52,7 +52,10 @@ def named_leaves(name: str, value: Any) -> Iterator[tuple[str, Any]]:
 
 
 def summary(value: Any, check: Check) -> Any:
-    """Return a picklable summary of `value`: equal summaries mean equal values, as far as `check` compares them."""
+    """Return a picklable summary of `value`.
+
+    If two summaries are equal, the values are equal as far as `check` compares them.
+    """
     if not isinstance(value, torch.Tensor):
         return repr(value)  # NaN must equal NaN
     kind = (tuple(value.shape), str(value.dtype))

@@ -1,12 +1,12 @@
-"""Define the layout of a checkpoint on disk: a folder with a manifest. Does not import torch.
+"""Define the layout of a checkpoint on disk, which is a folder with a manifest. This module does not import torch.
 
     runs/NAME/checkpoints/step_00000050/
         model.safetensors  optimizer.pt  rng.rank_0.pt  rng.rank_1.pt ...
         manifest.json      step, world size, versions, config, and the size and SHA-256 of each file
 
-A checkpoint is written to a temporary folder. The folder is renamed after all of its files, the manifest last, have
-been flushed to disk. Therefore, a folder with this name and a manifest is complete. `verify` checks whether its files
-have been damaged since then.
+A checkpoint is written to a temporary folder. The folder is renamed after all files have been flushed to disk. The
+manifest is written last. Therefore, a folder with this name and a manifest is complete. `verify` checks whether the
+files have been damaged since the save.
 """
 
 import hashlib
@@ -26,13 +26,13 @@ from ddp_tutorial.files import notify_observers, recover, remove_temporary, rena
 
 SCHEMA = 1
 MANIFEST = "manifest.json"
-CHECKPOINTS = "checkpoints"  # the folder of a run that contains its checkpoints
+CHECKPOINTS = "checkpoints"  # name of the folder that contains a run's checkpoints
 _NAME = re.compile(r"step_(\d{8,})")
 _REPLACED = re.compile(r"\.step_(\d{8,})\.old")  # the old checkpoint, during a replacement
 _PIECE = 1 << 20  # bytes per read
 
 
-# The advice in errors about ranks that see different folders.
+# Advice in error messages if ranks see different folders.
 SHARE = (
     "Start all ranks in the same folder, on a disk that all nodes share, or let rank 0 write and read for all: "
     "checkpoint.shared=false."
@@ -44,7 +44,7 @@ class CheckpointError(FailedError):
 
 
 class _Record(BaseModel):
-    """The base class of the parts of a manifest. Unknown fields, from later versions, are ignored."""
+    """The base class of the parts of a manifest. Unknown fields, which later versions may add, are ignored."""
 
     model_config = ConfigDict(frozen=True, extra="ignore")
 
@@ -53,10 +53,10 @@ class StoredFile(_Record):
     """One file of a checkpoint.
 
     Attributes:
-        path: The path relative to the folder of the checkpoint.
+        path: The path relative to the checkpoint folder.
         rank: The rank that saved the state in the file.
         nbytes: The size in bytes.
-        sha256: The SHA-256 of the file.
+        sha256: The SHA-256 hash of the file.
     """
 
     path: str
@@ -108,15 +108,15 @@ class Manifest(_Record):
 
 
 def checkpoint_name(step: int) -> str:
-    """Return the folder name of the checkpoint of a step."""
+    """Return the folder name of a step's checkpoint."""
     return f"step_{step:08}"
 
 
 def list_checkpoints(parent: Path) -> list[Path]:
     """Return the checkpoints in `parent`, in increasing order of step.
 
-    A folder without a manifest is not a checkpoint. No file is opened. If a run was killed while it replaced a
-    checkpoint, the old one is listed until the new one is in place.
+    A folder without a manifest is not a checkpoint. The function does not open any file. If a run was killed while
+    replacing a checkpoint, the old checkpoint is listed until the new checkpoint is in place.
     """
     folders = [path for path in (parent.iterdir() if parent.is_dir() else ()) if _has_manifest(path)]
     by_step = {
@@ -152,8 +152,8 @@ def read_manifest(folder: Path) -> Manifest:
     """Return the manifest of the checkpoint in `folder`.
 
     Raises:
-        CheckpointError: If `folder` is not a checkpoint, or its manifest is damaged, has a newer version or lists
-            files that are not in the folder.
+        CheckpointError: If `folder` is not a checkpoint, or if its manifest is damaged, was written by a newer version,
+            or lists files outside the folder.
     """
     path = folder / MANIFEST
     try:
@@ -169,11 +169,11 @@ def read_manifest(folder: Path) -> Manifest:
 
 
 def _parsed(content: bytes, folder: Path) -> Manifest:
-    """Return the manifest of `folder` in `content`.
+    """Parse and validate `content`, the manifest file of `folder`.
 
     Raises:
         CheckpointError: If a newer version wrote the manifest.
-        ValueError, RecursionError: If it is damaged.
+        ValueError, RecursionError: If the manifest is damaged.
     """
     fields = json.loads(content)
     if not isinstance(fields, dict):
@@ -197,7 +197,7 @@ def _parsed(content: bytes, folder: Path) -> Manifest:
 
 
 def _is_inside(folder: Path, path: str) -> bool:
-    """Return whether `path`, on any operating system, is a file inside `folder`, also after resolving links."""
+    """Return whether `path` is inside `folder` on any operating system, even after resolving links."""
     names = PureWindowsPath(path)  # splits at both kinds of slashes and recognizes drives
     if names.anchor or ".." in names.parts or "\0" in path:
         return False
@@ -246,7 +246,7 @@ def _problem(folder: Path, file: StoredFile) -> str | None:
 
 
 def sha256_of(path: Path) -> str:
-    """Return the SHA-256 of a file as a hexadecimal string."""
+    """Return the SHA-256 hash of a file as a hexadecimal string."""
     notify_observers("read", path)
     digest = hashlib.sha256()
     with path.open("rb") as file:
@@ -256,7 +256,7 @@ def sha256_of(path: Path) -> str:
 
 
 def sha256_of_json(content: Mapping[str, Any]) -> str:
-    """Return the SHA-256 of `content` as JSON. The order of the keys does not matter."""
+    """Return the SHA-256 hash of `content` serialized as JSON. The order of the keys does not matter."""
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 
@@ -264,8 +264,8 @@ def differences(before: Mapping[str, Any], now: Mapping[str, Any], prefix: str =
     """Return the settings that differ.
 
     Returns:
-        The value in `before` and the value in `now` of each setting, by dotted name. A missing setting has the value
-        None.
+        A dict that maps the dotted name of each differing setting to its values in `before` and `now`. The value of a
+        missing setting is None.
     """
     found: dict[str, tuple[Any, Any]] = {}
     for key in [*before, *(key for key in now if key not in before)]:
@@ -286,9 +286,9 @@ def checkpoints_to_remove(
     """Return the checkpoints to remove.
 
     Args:
-        metrics: The metric of each checkpoint, in the order of their steps. None and NaN are worse than any number.
+        metrics: The metric of each checkpoint, in increasing order of step. None and NaN are worse than any number.
         keep_last: The number of newest checkpoints to keep.
-        keep_best: The number of checkpoints with the best metric to keep in addition.
+        keep_best: The number of checkpoints with the best metric to keep, in addition to the newest.
         mode: `"min"` if lower values of the metric are better, and `"max"` otherwise.
         excluded: Checkpoints to keep in any case.
     """

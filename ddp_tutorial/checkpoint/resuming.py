@@ -21,8 +21,8 @@ from ddp_tutorial.collectives import all_gather, decide_on_rank_zero
 from ddp_tutorial.config import ConfigError
 from ddp_tutorial.world import World
 
-# Settings that may differ from those of the checkpoint, because they do not affect the computation. A name also covers
-# the settings under it: "profile" covers "profile.steps".
+# Settings that may differ from the checkpoint's settings, because they do not affect the computation. A name also
+# covers the settings under it: "profile" covers "profile.steps".
 _FREE = (
     *("name", "nprocs", "mesh", "device", "backend", "collective_timeout", "source.worker_timeout"),
     *("resume", "resume_allow", "resume_without", "checkpoint"),
@@ -42,7 +42,7 @@ _FREE = (
 
 
 def latest_valid(world: World, parent: Path) -> tuple[Path | None, list[str]]:
-    """Return the newest checkpoint in `parent` with undamaged files, and the problems of newer checkpoints. Collective.
+    """Return the newest undamaged checkpoint in `parent`, and the problems of newer checkpoints. Collective.
 
     Only rank 0 reads the disk. All ranks receive its result.
     """
@@ -81,13 +81,13 @@ def find_resume_point(
 ) -> ResumePoint:
     """Find the checkpoint to resume from, on rank 0. Collective.
 
-    The function only reads, so a rejected checkpoint leaves everything unchanged.
+    The function only reads files, so rejecting a checkpoint has no side effects.
 
     Args:
         world: The ranks of the run.
-        run: The folder of the run.
-        resume: `"auto"` for the newest valid checkpoint of `run`, `"never"` for a new start, or a path. The path is a
-            checkpoint, or a run whose newest valid checkpoint is used.
+        run: The run folder.
+        resume: `"auto"` selects the newest valid checkpoint of `run`, and `"never"` starts from the beginning. A path
+            selects a checkpoint, or the newest valid checkpoint of a run.
         config: The settings of this run.
         allow: Names of settings that may differ. A name also covers the settings under it: "model" covers
             "model.width".
@@ -95,8 +95,8 @@ def find_resume_point(
 
     Raises:
         ConfigError: If the path contains no valid checkpoint, if `run` has checkpoints but none is valid, if settings
-            that affect the computation differ, or if a rank does not find the checkpoint. With `shared=False`, the last
-            check is replaced: no other rank may have a newer checkpoint of `run` than rank 0.
+            that affect the computation differ, or if a rank does not find the checkpoint. With `shared=False`, ranks
+            need not find the checkpoint, but no rank may have a newer checkpoint of `run` than rank 0.
     """
     if resume == "never":
         return ResumePoint()
@@ -111,7 +111,7 @@ def find_resume_point(
 def _require_newest(world: World, run: Path) -> None:
     """Raise an error on all ranks if a rank has a newer checkpoint of `run` on its disk than rank 0. Collective.
 
-    In that case, rank 0 was on that rank's host before, and resuming here would repeat completed steps.
+    In that case, rank 0 previously ran on that rank's host, and resuming here would repeat completed steps.
 
     Raises:
         ConfigError: If a rank has a newer checkpoint than rank 0.
@@ -121,9 +121,9 @@ def _require_newest(world: World, run: Path) -> None:
     later = [rank for rank, name in enumerate(of_ranks) if name > of_ranks[0]]
     if later:
         raise ConfigError(
-            f"rank {later[0]} has {of_ranks[later[0]]} of {run} on its disk, but rank 0, which writes the checkpoints "
-            f"with checkpoint.shared=false, has {of_ranks[0] or 'none'}. Start rank 0 on that host, or use a different "
-            "name."
+            f"rank {later[0]} found {of_ranks[later[0]]} of {run} on its disk, but rank 0 found "
+            f"{of_ranks[0] or 'none'}. With checkpoint.shared=false, rank 0 writes the checkpoints. Start rank 0 on "
+            f"the host of rank {later[0]}, or use a different run name."
         )
 
 
@@ -160,7 +160,7 @@ def _start(run: Path, resume: str, config: Mapping[str, Any], allow: Sequence[st
             there = run / CHECKPOINTS
             raise ConfigError(
                 f"none of the {len(list_checkpoints(there))} checkpoints in {there} can be read: {_in_short(problems)}."
-                f" To start over, use a different name, or move {there}."
+                f" To start over, use a different run name, or move {there}."
             )
         return ResumePoint()
     manifest = read_manifest(folder)
@@ -176,15 +176,15 @@ def _require_same_settings(
     """Raise an error if settings that affect the computation differ, unless `allow` covers them.
 
     Raises:
-        ConfigError: If such a setting differs.
+        ConfigError: If a setting that affects the computation differs, and `allow` does not cover it.
     """
     changed = differences(before, config).items()
     differing = {key: values for key, values in changed if not _covers((*_FREE, *allow), key)}
     if differing:
         changes = "; ".join(f"{key} was {old!r}, is {new!r}" for key, (old, new) in differing.items())
         raise ConfigError(
-            f"{folder} was created with different settings: {changes}. Use the same settings, or allow them by name: "
-            f"resume_allow=[{', '.join(differing)}]"
+            f"{folder} was created with different settings: {changes}. Use the same settings, or allow the changes "
+            f"with resume_allow=[{', '.join(differing)}]"
         )
 
 

@@ -1,7 +1,7 @@
 """Remove old checkpoints.
 
-Only valid checkpoints count toward the number to keep. Damaged checkpoints are never removed, so that a person can
-examine them. The checkpoint that was just written is always kept, even if checkpoints of later steps exist.
+Only valid checkpoints count toward the number to keep. Damaged checkpoints are never removed, so that you can examine
+them. The checkpoint that was just written is always kept, even if checkpoints of later steps exist.
 """
 
 import logging
@@ -23,7 +23,7 @@ LOG = logging.getLogger(__name__)
 
 
 class Retention:
-    """A policy that keeps the newest and the best checkpoints in a folder, and removes the others. Runs on one rank.
+    """A policy that keeps the newest and best checkpoints in a folder, and removes all others. It runs on one rank.
 
     A checkpoint that this process has written or verified counts as valid. Any other checkpoint is verified once.
     """
@@ -34,7 +34,7 @@ class Retention:
         Args:
             folder: The folder that contains the checkpoints.
             keep_last: The number of newest checkpoints to keep, at least 1.
-            keep_best: The number of checkpoints with the best metric to keep in addition.
+            keep_best: The number of checkpoints with the best metric to keep, in addition to the newest.
             metric: The name of the metric.
             mode: `"min"` if lower values of the metric are better, and `"max"` otherwise.
 

@@ -1,8 +1,8 @@
 """Write the state of a component to files, and read it back.
 
-A flat dict of tensors becomes a safetensors file. Any other state becomes a `.pt` file of plain values, which torch
-loads without executing code. Sharded tensors are written and read by torch's distributed checkpoint, in its own format
-or as safetensors.
+A flat dict of tensors is written as a safetensors file. Any other state is written as a `.pt` file of plain values,
+which torch loads without executing code. Sharded tensors are written and read by torch's distributed checkpoint, in its
+own format or as safetensors.
 """
 
 import warnings
@@ -40,8 +40,8 @@ def check_plain(states: Mapping[str, State]) -> None:
     for where, value in (leaf for name, state in states.items() for leaf in named_leaves(name, state)):
         if not isinstance(value, _PLAIN):
             raise CheckpointError(
-                f"{where} is of type {type(value).__name__}, which cannot be loaded without executing code. State can "
-                "contain tensors, numbers, text, None, and dicts, lists and tuples of them."
+                f"{where} is of type {type(value).__name__}, which cannot be loaded without executing code. A state "
+                "can contain tensors, numbers, text, None, and dicts, lists and tuples of these values."
             )
 
 
@@ -70,11 +70,11 @@ def write_state(stem: Path, state: State) -> Path:
 def _without_aliases(state: State) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
     """Return the tensors without duplicates, and the aliases of tied weights.
 
-    safetensors rejects tensors that share memory, so the file stores each tensor once, and the aliases in its
-    metadata.
+    safetensors rejects tensors that share memory, so the file contains each tensor once, and its metadata contains the
+    aliases.
 
     Returns:
-        The tensors by their first name, and the first name of each duplicate by its own name.
+        A dict that maps each first name to its tensor, and a dict that maps each duplicate's name to its first name.
     """
     first: dict[Any, str] = {}
     tensors, aliases = {}, {}
@@ -124,7 +124,7 @@ def stored(folder: Path, name: str) -> Any:
         return read_full(folder / name)
     if component is None or len(component.files) != 1:
         found = "none" if component is None else f"{len(component.files)} files"
-        raise CheckpointError(f"{folder} must contain one file of {name!r} for all ranks, got {found}")
+        raise CheckpointError(f"{folder} must contain exactly one {name!r} file, shared by all ranks, got {found}")
     return read_state(folder / component.files[0].path)
 
 
@@ -150,8 +150,7 @@ def write_shards(folder: Path, state: State, world: World) -> None:
 def load_shards(folder: Path, stateful: Stateful) -> None:
     """Restore sharded tensors. Collective if a process group is initialized.
 
-    Each rank reads only the data of its own shards. The number of ranks may differ from the number that saved the
-    checkpoint.
+    Each rank reads only the data of its own shards. The checkpoint may have been saved on a different number of ranks.
 
     Raises:
         CheckpointError: If torch cannot read the shards.
@@ -167,7 +166,7 @@ def load_shards(folder: Path, stateful: Stateful) -> None:
 def read_full(folder: Path) -> State:
     """Return the full tensors of the sharded component in `folder`.
 
-    Runs in this process alone, for any number of ranks that saved the component.
+    This process reads all shards by itself, regardless of the number of ranks that saved the component.
 
     Raises:
         CheckpointError: If torch cannot read the shards.
@@ -184,7 +183,7 @@ def read_full(folder: Path) -> State:
 def _as_checkpoint_error() -> Iterator[None]:
     """Convert torch's `CheckpointException`, which is not an `Exception`, to `CheckpointError`.
 
-    Also suppress torch's warning about a missing process group, because one process may read alone.
+    Also suppress torch's warning about a missing process group, because a single process may read a checkpoint.
     """
     from torch.distributed.checkpoint.api import CheckpointException
 

@@ -1,9 +1,11 @@
 """Emulate several hosts on one machine, with Linux namespaces and a network of limited speed between them.
 
-`Cluster` starts and stops the hosts. `running` manages commands and ranks on the hosts and their output, and
-`launching` runs a function on ranks. `network` names the hosts, and creates namespaces, links and rate limits. `box` is
-the process that holds the cluster, and `client` sends requests to it. `rank` runs in each rank, which is a fork of the
-box.
+- `cluster` defines `Cluster`, which starts and stops the hosts.
+- `running` manages commands and ranks on the hosts, and collects their output.
+- `launching` runs a function on ranks.
+- `network` names the hosts, and creates namespaces, links and rate limits.
+- `box` is the process that holds the cluster, and `client` sends requests to the box.
+- `rank` contains the code that runs in each rank, which is a fork of the box.
 """
 
 import lazy_loader

@@ -1,12 +1,12 @@
-"""The process that holds a cluster.
+"""Run the process that holds a cluster (the box).
 
-The box is the first process in its own namespaces, so all processes in them are killed when the box exits. `Cluster`
-starts the box and sends requests over a socket, one at a time. To start a process, the box forks, and the child enters
-the namespaces of a host. The box exits when the parent closes its end of the socket or is killed.
+The box is the first process in its own namespaces, so the kernel kills all processes in these namespaces when the box
+exits. `Cluster` starts the box and sends requests over a socket, one at a time. To start a process, the box forks, and
+the child enters the namespaces of a host. The box exits when the parent closes its end of the socket or is killed.
 
 A request is one packet, which the kernel sends completely or not at all, even if the sender is interrupted. A packet
-holds up to 128 KiB. An environment may be larger, so the arguments are stored in an in-memory file that is passed with
-the packet.
+contains up to 128 KiB. An environment may be larger, so the arguments are stored in an in-memory file that is passed
+with the packet.
 """
 
 import errno
@@ -29,7 +29,7 @@ from ddp_tutorial.config import ConfigError, FailedError
 LARGEST = 2**17  # maximum packet size in bytes
 _LONGEST_ERROR = 4000  # maximum length of an error message, so that a reply fits into a packet
 NO_DELAY = 3  # exit code of the box if the process that delays frames has exited, which disconnects all hosts
-DESCRIPTORS = 9  # files of a request: arguments, input, output, exit code, and up to five for a function
+DESCRIPTORS = 9  # maximum number of files per request: arguments, input, output, exit code, and five for a function
 
 
 def send_request(channel: socket.socket, number: int, name: str, args: tuple[Any, ...], fds: Sequence[int]) -> None:
@@ -56,13 +56,13 @@ def receive(channel: socket.socket) -> tuple[Any, list[int]]:
 
 
 class Box:
-    """Builds the hosts, and starts processes on them, as requested through a socket."""
+    """Server that builds the hosts and starts processes on them, as requested through a socket."""
 
     def __init__(self, channel: socket.socket) -> None:
         """Create a box that serves requests from `channel`."""
         self.channel = channel
         self.network: Network
-        self.running: dict[int, int] = {}  # process ID -> file that receives its exit code
+        self.running: dict[int, int] = {}  # process ID -> file that receives the exit code
         self.off: set[int] = set()
         self.holder: int | None = None  # process that delays frames
 
@@ -121,7 +121,7 @@ class Box:
                     os.write(fd, str(os.waitstatus_to_exitcode(status)).encode())
                 os.close(fd)
 
-    # Requests. Each method receives the files that were passed with its request, and returns the answer.
+    # The following methods handle requests. Each method receives the request's files, and returns the answer.
 
     def do_hello(self, fds: list[int]) -> None:
         """Do nothing. The reply shows that the box is alive."""
@@ -156,8 +156,8 @@ class Box:
     def do_fork(self, entry: str, node: int, env: dict[str, str], cwd: str, fds: list[int]) -> int:
         """Call a function in a forked process on a host, and return its process ID.
 
-        The function receives the files after the third. The box imports the function's module, and thereby torch,
-        before the first fork, so the forks need not import it.
+        The function receives the file descriptors that follow input, output and exit code. The box imports the
+        function's module, and thereby torch, before the first fork, so the forks need not import it.
         """
         function = pkgutil.resolve_name(entry)
 
@@ -178,7 +178,7 @@ class Box:
         self.network.connect(node, up)
 
     def do_kill(self, node: int, fds: list[int]) -> None:
-        """Simulate a power failure of a host: disconnect its cable, and kill its processes at once.
+        """Simulate a host's power failure by disconnecting its cable and killing its processes immediately.
 
         When the method returns, all exit codes have been written. The loop is necessary because an exiting process no
         longer belongs to the host.

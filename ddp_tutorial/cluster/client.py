@@ -19,11 +19,11 @@ from typing import Any
 from ddp_tutorial.cluster.box import NO_DELAY, receive, send_request
 from ddp_tutorial.config import ConfigError, FailedError
 
-_END_SECONDS = 5.0  # seconds that the box has to exit by itself
+_END_SECONDS = 5.0  # timeout in seconds for the box to exit by itself
 
 
 class BoxClient:
-    """Handle of the process that holds a cluster (`box`), and of the socket that connects to it."""
+    """Client of the process that holds a cluster (`box`). It communicates with the box through a socket."""
 
     def __init__(self) -> None:
         """Create a client without starting the box."""
@@ -66,13 +66,13 @@ class BoxClient:
         for as_whom in ((), ("-U", "-r")) if os.geteuid() == 0 else (("-U", "-r"),):
             if not (refused := self._start(as_whom)):
                 return
-        raise ConfigError(f"no cluster: the kernel does not permit namespaces ({refused})")
+        raise ConfigError(f"the cluster cannot be started: the kernel does not permit namespaces ({refused})")
 
     def _start(self, as_whom: tuple[str, ...]) -> str:
         """Start the box.
 
         Returns:
-            The error message of `unshare` if the kernel permits no namespaces, and otherwise "".
+            The error message of `unshare` if the kernel does not permit namespaces; otherwise "".
         """
         ours, its = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         namespaces = ["--net", "--mount", "--uts", "--ipc", "--pid", "--fork", "--kill-child", "--mount-proc"]
@@ -102,7 +102,7 @@ class BoxClient:
                 if last.startswith("unshare: "):
                     return last
                 raise FailedError(
-                    f"the cluster did not start: its first process exited with {self._box.returncode}\n{printed}"
+                    f"the cluster did not start: its first process exited with code {self._box.returncode}\n{printed}"
                 ) from None
         return ""
 
@@ -125,7 +125,7 @@ class BoxClient:
         reply. If the reply reports a new process, the process is killed.
 
         Args:
-            name: The box runs its method `do_NAME`.
+            name: Name of the request. The box runs its method `do_NAME`.
             *args: Arguments of the method.
             fds: Open files to pass with the request.
 
@@ -177,8 +177,13 @@ def environment() -> dict[str, str]:
 def _check_system() -> None:
     """Raise `ConfigError` if this system cannot run a cluster."""
     if sys.platform != "linux":
-        raise ConfigError(f"needs Linux: a cluster consists of kernel namespaces, and this system is {sys.platform}")
+        raise ConfigError(f"a cluster requires Linux, because it uses kernel namespaces, got {sys.platform}")
     if which("unshare") is None:
-        raise ConfigError("no cluster: the command 'unshare' is missing (package util-linux)")
+        raise ConfigError(
+            "a cluster requires the command 'unshare', which was not found. Install the package util-linux"
+        )
     if find_spec("pyroute2") is None:
-        raise ConfigError("no cluster: the package pyroute2 is missing. Run: pip install 'ddp-tutorial[notebooks]'")
+        raise ConfigError(
+            "a cluster requires the package pyroute2, which is not installed. "
+            "Run: pip install 'ddp-tutorial[notebooks]'"
+        )

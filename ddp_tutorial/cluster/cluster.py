@@ -57,13 +57,13 @@ class Cluster:
 
         Args:
             nodes: Number of hosts.
-            rate: Rate at which each host may send, and at which it may receive, such as "10gbit", "1gbit" or "100mbit".
-                None for no limit.
+            rate: Maximum rate at which each host sends, and at which it receives, such as "10gbit", "1gbit" or
+                "100mbit". None means no limit.
             delay: Additional one-way latency of each message, such as "0.5ms". A user-space process holds the messages,
-                so a delay requires a rate: at most 1gbit for two nodes, and at most 480mbit divided by the number of
-                nodes for more nodes (see `delay`).
-            shared_folder: All nodes work in `folder`, as on a network file system. If false, each node works in its own
-                subfolder: n0/, n1/, ...
+                so a delay requires a rate. The maximum rate is 1gbit for two nodes, and 480mbit divided by the number
+                of nodes for more nodes (see `delay`).
+            shared_folder: Whether all nodes use `folder` as working directory, as on a network file system. Otherwise,
+                each node uses its own subfolder: n0/, n1/, ...
             folder: Working directory of the nodes.
 
         Raises:
@@ -135,7 +135,7 @@ class Cluster:
             self._box.close()
             self._runner.drain_all()
 
-    # ------------------------------------------------------------------------------------------------ what runs there
+    # ------------------------------------------------------------------------------------------------ running processes
 
     def start(
         self,
@@ -211,7 +211,7 @@ class Cluster:
     def torchrun_env(self, node: int, port: int = PORT) -> dict[str, str]:
         """Return the rendezvous settings of a node's torchrun agent.
 
-        torchrun reads each option also from an environment variable PET_... The equivalent command-line options are:
+        torchrun also reads each option from an environment variable PET_... The equivalent command-line options are:
         --nnodes=2 --rdzv-backend=c10d --rdzv-endpoint=n0:29500 --rdzv-id=cluster --rdzv-conf=is_host=1 (on n0; 0 on
         other nodes) --local-addr=10.0.0.1
         """
@@ -239,16 +239,16 @@ class Cluster:
     ) -> list[Result]:
         """Call `fn(world, *args)` on every rank, and return the results in rank order.
 
-        The process group is initialized. The ranks are forks of a process that has already imported torch, so they
-        start quickly.
+        The process group is initialized before `fn` is called. The ranks are forks of a process that has already
+        imported torch, so they start quickly.
 
         Args:
             fn: Function to run on every rank. Its first argument is the rank's `World`.
             *args: Further arguments of `fn`.
-            nodes: Number of nodes to use, by default all.
+            nodes: Number of nodes to use. Default: all nodes.
             ranks_per_node: Number of ranks on each node.
             threads: Number of torch threads per rank.
-            timeout: Seconds within which all ranks must return; None for no timeout.
+            timeout: Timeout in seconds for all ranks to return. None means no timeout.
             collective_timeout: Seconds after which a rank that waits in a collective raises an error.
             env: Additional environment variables.
             meanwhile: Called in this process when all ranks have joined the process group, for example to unplug a
@@ -282,7 +282,7 @@ class Cluster:
             node: Index of the node.
             env: Additional environment variables.
             files: Open files. The first receives the output, and the second the exit code as text. The function is
-                called with the file descriptors of the others, at most five.
+                called with the remaining file descriptors, at most five.
         """
         self._check(node)
         return self._runner.fork("fork", entry, node, env, files)
@@ -326,7 +326,7 @@ class Cluster:
 
     @property
     def bytes_per_second(self) -> float:
-        """Payload that a link carries per second. Each 1,448 bytes of payload take 1,514 bytes on the wire."""
+        """Maximum payload of a link in bytes per second. 1,448 bytes of payload occupy 1,514 bytes on the wire."""
         return network.bits_per_second(self.rate) / 8 * 1448 / 1514 if self.rate else math.inf
 
     def set_rate(self, rate: str | None) -> None:
@@ -380,7 +380,7 @@ class Cluster:
 def unsupported_reason(delay: str | None = None) -> str:
     """Return a one-line reason why this system cannot run a cluster (with `delay`, if given), or "" if it can.
 
-    The function starts a cluster with one node to find out.
+    To determine the reason, the function starts a cluster with one node.
 
     Raises:
         FailedError: If the cluster fails for a reason other than a missing feature, which indicates a defect.

@@ -8,7 +8,7 @@ A frame that the process writes back enters the bridge, which forwards it to its
 the port. The kernel therefore enforces the rate, as without a delay, and the process enforces the delay. (Linux
 provides netem for this purpose, but not every kernel includes it; almost all kernels include TAP devices.) Frames are
 passed in the kernel's own format: several packets in one frame, with unfinished checksums. A frame therefore costs
-about 20 us of CPU time, whatever its size.
+about 20 us of CPU time, regardless of its size.
 
 With sufficient permissions (root), the process runs with real-time priority (SCHED_FIFO). Otherwise it would compete
 with the ranks for a core, and the network would slow down while the ranks compute. `bench cluster` compares all-reduces
@@ -42,11 +42,11 @@ _UNITS = {"us": 1e-6, "ms": 1e-3, "s": 1.0}
 _LONGEST = 10.0  # seconds
 
 # Time that a frame spends in the device and the process in addition to the hold time. It is subtracted from the hold
-# time. Measured: a 1 kB all-reduce, which sends four messages in sequence, took four delays plus 0.19 ms longer than
-# without a delay.
+# time. In a measurement, a 1 kB all-reduce, which sends four messages in sequence, took four delays plus 0.19 ms longer
+# than without a delay.
 _ON_THE_WAY = 50e-6  # seconds
 
-# Throughput that the process sustained with a margin on a busy machine with two cores.
+# Throughput that the process sustained, with a margin, on a busy two-core machine.
 MOST_FRAMES = 15_000  # per second, from all hosts together
 MOST_BITS = 2e9
 
@@ -71,7 +71,7 @@ def open_wire() -> int:
 
     The device disappears when the file is closed.
     """
-    with refusals(f"no delay: the kernel refuses a TAP device, {_DEVICE}"):
+    with refusals(f"a delay is not available: the kernel refuses a TAP device, {_DEVICE}"):
         wire = os.open(_DEVICE, os.O_RDWR | os.O_NONBLOCK | os.O_CLOEXEC)
         flags = _TAP | _NO_INFO | _WITH_HEADER
         fcntl.ioctl(wire, _TUNSETIFF, struct.pack("16sH22x", WIRE.encode(), flags))

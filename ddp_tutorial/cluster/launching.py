@@ -12,19 +12,19 @@ from typing import IO, Any
 from ddp_tutorial.cluster.running import Process, Runner, wait
 from ddp_tutorial.processes.errors import RankError, RankTimeoutError, lost_connection
 
-# Seconds that the other ranks have to exit after a failure. A rank that loses a peer checks for 1.5 s which hosts
+# Timeout in seconds for the other ranks to exit after a failure. A rank that loses a peer checks for 1.5 s which hosts
 # respond. If a link is cut, all ranks therefore exit within 5 s of the collective's timeout.
 _GRACE_SECONDS = 3.0
 
 
 class HostedRanks:
-    """The ranks of one launch, the same number on each node."""
+    """The ranks of one launch. Each node runs the same number of ranks."""
 
     def __init__(self, runner: Runner, off: Set[str], address: str, port: int, size: int, per_node: int) -> None:
         """Store the settings. `call` starts the ranks.
 
         Args:
-            runner: Starts the processes.
+            runner: Runner that starts the processes.
             off: Names of killed nodes. The set may change during the launch.
             address: Rendezvous address.
             port: Rendezvous port.
@@ -104,7 +104,7 @@ class HostedRanks:
             wait(
                 self._ranks, timeout, until=lambda: any(rank.code for rank in self._ranks if rank.node not in self._off)
             )
-            with suppress(TimeoutError):  # after a silent loss of a host, the others wait in a collective
+            with suppress(TimeoutError):  # after a silent loss of a host, the other ranks wait in a collective
                 wait(self._ranks, _GRACE_SECONDS + (collective_timeout if self._off else 0))
         except TimeoutError:
             printed = "\n".join(rank.output for rank in self._ranks)
@@ -121,7 +121,7 @@ class HostedRanks:
 
 
 def _read(result: IO[bytes]) -> Any:
-    """Return a rank's outcome, or None if the rank has written none."""
+    """Return a rank's outcome, or None if the rank has not written an outcome."""
     result.seek(1)  # the first byte only shows that the rank has joined the process group
     content = result.read()
     return pickle.loads(content) if content else None

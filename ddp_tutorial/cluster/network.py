@@ -34,14 +34,14 @@ _UNITS = {"kbit": 1e3, "mbit": 1e6, "gbit": 1e9}
 _FASTEST = 30e9  # bits per second; the kernel stores bytes per second in 32 bits
 # Size of a token bucket, which is also the burst that may leave after a pause. The kernel's timer is about 10 us late,
 # or 100 us on a busy core. Tokens that arrive at a full bucket during this time are lost, which slows the link. A
-# bucket therefore holds two of the largest frames, so that it is not full while it fills up for one frame.
+# bucket therefore holds two of the largest frames, so that it is not full while it collects tokens for one frame.
 _FRAME_SECONDS, _SMALLEST_FRAME = 150e-6, 4_000
 _FRAMES_IN_BUCKET, _SMALLEST_BURST = 2, 6_000
-# The process that delays frames needs the same time for small and large frames, so frames are larger with a delay. They
-# are not even larger, because the burst of a bucket makes messages of about 100 kB faster than the rate.
+# The process that delays frames needs the same time for small and large frames, so frames are larger with a delay. Even
+# larger frames would require larger buckets, whose bursts make messages of about 100 kB faster than the rate.
 _DELAYED_FRAME_SECONDS = 200e-6
 # Packets arrive at the sender's rate, and exceed the receiver's rate only if several hosts send at the same time. The
-# bucket of the receiver is larger, so that a second late timer does not slow the packets of a single sender.
+# receiver's bucket is larger, so that its late timers do not slow the packets of a single sender a second time.
 _ARRIVING = 8
 _INGRESS, _ALL_PROTOCOLS = 0xFFFF0000, 3  # <linux/pkt_sched.h>, <linux/if_ether.h>
 _FRAMES = 20_000  # maximum number of frames that wait for the process that delays them
@@ -98,14 +98,14 @@ def check_delayed(nodes: int, rate: str | None) -> None:
     if bits > most:
         found = f"rate={rate!r}" if rate else "no rate"
         raise ConfigError(
-            f"with a delay, the rate of {nodes} nodes must be at most '{most / 1e6:.0f}mbit', because a single process "
-            f"delays all frames, got {found}"
+            f"with a delay, the rate of {nodes} nodes must be at most '{most / 1e6:.0f}mbit', got {found}. A single "
+            "process delays all frames"
         )
 
 
 @dataclass
 class Host:
-    """A node: the open files that keep its namespaces alive, and its port on the bridge."""
+    """A host, with the open files that keep its namespaces alive and its port on the bridge."""
 
     name: str
     net: int
@@ -122,7 +122,7 @@ class Network:
 
         Args:
             nodes: Number of hosts.
-            rate: Rate of the links; None for no limit.
+            rate: Rate of the links. None means no limit.
             delayed: Whether `divert` will be called.
 
         Raises:
@@ -135,7 +135,7 @@ class Network:
         self.uts = os.open("/proc/self/ns/uts", os.O_RDONLY)
         _write_hosts([(address_of(node), name_of(node)) for node in range(nodes)])
         with _rtnl() as kernel:
-            with refusals("no cluster: the kernel refuses a bridge"):
+            with refusals("the cluster cannot be started: the kernel refuses a bridge"):
                 kernel.link("add", ifname="bridge", kind="bridge", br_stp_state=0)
             self.bridge = _index(kernel, "bridge")
             _quiet_ipv6()
@@ -151,7 +151,7 @@ class Network:
         _libc("setns", self.uts, 0)
         port = f"port{node}"
         peer = {"ifname": "eth0", "net_ns_fd": net}
-        with refusals("no cluster: the kernel refuses a veth pair"):
+        with refusals("the cluster cannot be started: the kernel refuses a veth pair"):
             kernel.link("add", ifname=port, kind="veth", peer=peer)
         index = _index(kernel, port)
         kernel.link("set", index=index, master=self.bridge, state="up")
@@ -177,7 +177,7 @@ class Network:
         return Host(name_of(node), net, uts, index, mac)
 
     def divert(self) -> int:
-        """Redirect all frames that enter the bridge to the returned file.
+        """Redirect all frames that enter the bridge to a file, and return this file.
 
         Frames that are written to the file continue from the bridge.
         """
@@ -189,11 +189,11 @@ class Network:
             kernel.brport("set", index=index, learning=0)
             for host in self.hosts:
                 kernel.fdb("replace", ifindex=host.port, lladdr=host.mac, state="noarp")
-                with refusals("no delay: the kernel refuses an ingress filter"):
+                with refusals("a delay is not available: the kernel refuses an ingress filter"):
                     kernel.tc("add", "ingress", index=host.port)
                 action = {"kind": "mirred", "direction": "egress", "action": "redirect", "ifindex": index}
                 everything = {"keys": ["0x0/0x0+0"], "protocol": _ALL_PROTOCOLS, "parent": _INGRESS, "prio": 1}
-                with refusals("no delay: the kernel refuses a redirection (u32 and mirred)"):
+                with refusals("a delay is not available: the kernel refuses a redirection (u32 and mirred)"):
                     kernel.tc("add-filter", "u32", index=host.port, target=1, action=action, **everything)
         return wire
 
@@ -203,9 +203,9 @@ class Network:
         self.shaped = True
         rate = int((self.bits or _FASTEST) / 8)
         burst = larger * _bucket(rate, self.frame_seconds)
-        # A frame that is larger than the bucket would be segmented at a cost, so the sender's frame size is limited.
+        # Segmenting a frame that is larger than the bucket is expensive, so the sender's frame size is limited.
         kernel.link("set", index=index, gso_max_size=_largest_frame(rate, self.frame_seconds))
-        with refusals("no cluster: the kernel refuses a token bucket (tbf)"):
+        with refusals("the cluster cannot be started: the kernel refuses a token bucket (tbf)"):
             kernel.tc("replace", "tbf", index=index, rate=rate, burst=burst, limit=_QUEUE)
 
     def set_rate(self, rate: str | None) -> None:
@@ -236,7 +236,7 @@ class Network:
         there = os.fstat(self.hosts[node].net).st_ino
         found = []
         for process in Path("/proc").glob("[0-9]*"):
-            with suppress(OSError):  # it has just exited
+            with suppress(OSError):  # the process has just exited
                 if (process / "ns/net").stat().st_ino == there:
                     found.append(int(process.name))
         return found
@@ -244,7 +244,7 @@ class Network:
 
 def _libc(name: str, *args: int | bytes | None) -> None:
     libc = ctypes.CDLL(None, use_errno=True)
-    with refusals(f"no cluster: the kernel refuses {name}"):
+    with refusals(f"the cluster cannot be started: the kernel refuses {name}"):
         if getattr(libc, name)(*args) != 0:
             raise OSError(number := ctypes.get_errno(), os.strerror(number), name)
 
@@ -270,7 +270,7 @@ def _quiet_ipv6() -> None:
 
 
 def _write_hosts(names: list[tuple[str, str]]) -> None:
-    """Mount an in-memory file over /etc/hosts. It is visible only in this mount namespace."""
+    """Mount an in-memory file over /etc/hosts. The file is visible only in this mount namespace."""
     over = b"/tmp"
     _libc("mount", b"tmpfs", over, b"tmpfs", 0, b"size=64k")
     try:

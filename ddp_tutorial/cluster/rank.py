@@ -9,7 +9,7 @@ from datetime import timedelta
 
 import torch
 
-import ddp_tutorial.processes.rank  # noqa: F401  what a rank will need, imported once for all
+import ddp_tutorial.processes.rank  # noqa: F401  imported once, because all ranks need it
 from ddp_tutorial.compat import import_dynamo
 from ddp_tutorial.processes.errors import Raised
 from ddp_tutorial.processes.transport import dump_result

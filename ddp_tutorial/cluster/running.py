@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from ddp_tutorial.cluster.client import BoxClient, environment
 
-_KILLED_SECONDS = 5.0  # seconds that a process has to exit after SIGKILL
+_KILLED_SECONDS = 5.0  # timeout in seconds for a process to exit after SIGKILL
 
 
 class CommandResult(NamedTuple):
@@ -71,7 +71,7 @@ class Process:
         self.send_signal(signal.SIGKILL)
 
     def read(self) -> bool:
-        """Read available output. Return false at the end of the output, or if none is available."""
+        """Read available output. Return False at the end of the output, or if no output is available."""
         try:
             data = os.read(self.stdout, 2**16)
         except OSError:
@@ -125,7 +125,7 @@ def wait(processes: Sequence[Process], timeout: float | None = None, until: Call
 
 
 class Runner:
-    """Starts and kills processes on the nodes of a cluster."""
+    """Manager that starts and kills processes on a cluster's nodes."""
 
     def __init__(self, box: BoxClient, names: Sequence[str], folders: Sequence[Path]) -> None:
         """Create a runner.
@@ -148,8 +148,8 @@ class Runner:
             what: The command with its arguments, or the function as "package.module:function".
             node: Index of the node.
             env: Additional environment variables.
-            files: Open files. The first receives the output, and the second the exit code. The others are passed to the
-                function.
+            files: Open files. The first receives the output, and the second the exit code. The remaining files are
+                passed to the function.
         """
         environ = environment() | dict(env or {})
         with open(os.devnull) as nothing:

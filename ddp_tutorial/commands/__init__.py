@@ -1,6 +1,6 @@
-"""The command line: one file for each group of commands.
+"""Define the command-line interface, with one file for each group of commands.
 
-A command imports its dependencies when it is called, so that commands which only read logs start fast.
+A command imports its dependencies when it is called, so that commands that only read logs start fast.
 """
 
 import os
@@ -10,7 +10,7 @@ import click
 
 
 def complete_runs(context: click.Context, parameter: click.Parameter, incomplete: str) -> list[str]:
-    """Return the names of runs that start with `incomplete`, for the shell's completion."""
+    """Return the run names that start with `incomplete`, for shell completion."""
     from ddp_tutorial.files import RUNS
     from ddp_tutorial.runs.summaries import find_runs
 
@@ -33,5 +33,5 @@ runs_dir = click.option(
     help="Directory of all runs.  [default: $DDP_TUTORIAL_RUNS or runs]",
 )
 
-# A run, as a directory or by its name under runs/; see `summaries.find_run`.
+# The path of a run's directory, or its name under runs/; see `summaries.find_run`.
 a_run = click.argument("run", shell_complete=complete_runs)

@@ -15,7 +15,7 @@ from ddp_tutorial.config import ConfigError
 def checkpoint() -> None:
     """Inspect the checkpoints of a run.
 
-    PATH is a run, as a directory or by its name under runs/, or one of its checkpoints.
+    PATH is the path of a run's directory or its name under runs/, or the path of a checkpoint.
     """
 
 
@@ -43,7 +43,7 @@ def _checkpoints(path: Path) -> list[Path]:
 @_a_path
 @_as_json
 def checkpoint_list(path: Path, as_json: bool) -> None:
-    """List the checkpoints of a run: step, ranks, size, metrics."""
+    """List a run's checkpoints with their step, ranks, size and metrics."""
     from ddp_tutorial.checkpoint.manifest import CheckpointError, read_manifest
 
     rows: list[dict[str, Any]] = []
@@ -72,9 +72,9 @@ def _line(row: dict[str, Any]) -> str:
 @_a_path
 @_as_json
 def checkpoint_inspect(path: Path, as_json: bool) -> None:
-    """Show the content of a checkpoint: components, how ranks share them, files, versions.
+    """Show a checkpoint's components, their distribution over ranks, their files, and the versions.
 
-    For a run, the newest checkpoint is shown.
+    If PATH is a run, the command shows the newest checkpoint.
     """
     from ddp_tutorial.checkpoint.manifest import read_manifest
 
@@ -116,7 +116,7 @@ def checkpoint_verify(path: Path, as_json: bool) -> None:
 @click.argument("other", type=click.Path(path_type=Path))
 @_as_json
 def checkpoint_diff(path: Path, other: Path, as_json: bool) -> None:
-    """Compare two checkpoints: their settings and all values. The exit code is 1 if they differ."""
+    """Compare the settings and all values of two checkpoints. The exit code is 1 if they differ."""
     from ddp_tutorial.checkpoint.comparison import compare
 
     found = compare(_checkpoints(path)[-1], _checkpoints(other)[-1])

@@ -1,4 +1,4 @@
-"""Commands that read the records of runs. They start fast: none imports torch, only figures import matplotlib."""
+"""Commands that read run records. They start fast: no command imports torch, and only figures import matplotlib."""
 
 import csv
 import json
@@ -28,21 +28,21 @@ def logs() -> None:
 
 
 _some_runs = click.argument("runs", nargs=-1, metavar="[RUN]...", shell_complete=complete_runs)
-_all_runs = click.option("--all", "everything", is_flag=True, help="All runs in the directory of runs.")
+_all_runs = click.option("--all", "everything", is_flag=True, help="Select all runs in the runs directory.")
 _open = click.option("-e", "--open", "opens", is_flag=True, help="Open the figure in a viewer, such as $BROWSER.")
 
 
 def _chosen(names: tuple[str, ...], everything: bool) -> list[Path]:
     """Return the folders of the named runs, without duplicates. Without names, return the newest run, or all runs.
 
-    Existing files and folders that are not runs are skipped, and their number is reported: `runs/*` also matches
-    figures, caches and sweeps. Raises `ConfigError` if a name does not exist, or if nothing is left.
+    Existing files and folders that are not runs are skipped, and their number is reported, because `runs/*` also
+    matches figures, caches and sweeps. Raises `ConfigError` if a name does not exist, or if no run is left.
     """
     from ddp_tutorial.files import RUNS
     from ddp_tutorial.runs.summaries import find_run, find_runs
 
     if names and everything:
-        raise ConfigError("give the names of runs, or --all, not both")
+        raise ConfigError("specify run names or --all, not both")
     if not names:
         if there := find_runs():
             return there if everything else there[-1:]
@@ -59,7 +59,7 @@ def _chosen(names: tuple[str, ...], everything: bool) -> list[Path]:
     if not found:
         raise skipped[0]
     if skipped:
-        click.echo(f"skipped {len(skipped)} of {len(names)} paths, which are not runs", err=True)
+        click.echo(f"skipped {len(skipped)} of {len(names)} paths, because they are not runs", err=True)
     return list(found)
 
 
@@ -71,8 +71,8 @@ def _chosen(names: tuple[str, ...], everything: bool) -> list[Path]:
 def list_runs() -> None:
     """List all runs under runs/, the newest last.
 
-    The state of a run is finished; stopped before its last step, on request or by a signal; failed, if a rank raised an
-    error; killed, if it exited without writing a result or an error; or running.
+    A run's state is finished, stopped, failed, killed or running. A stopped run exited before its last step, on request
+    or by a signal. A failed run recorded a rank's error. A killed run exited without writing a result or an error.
     """
     from ddp_tutorial.files import RUNS
     from ddp_tutorial.runs.summaries import find_runs, summarize
@@ -153,11 +153,11 @@ _BASELINE = "Run to compare the throughput with.  [default: the run with the few
     type=click.Choice(["text", "one-line", "md", "csv", "json"]),
     default="text",
     show_default=True,
-    help="A page for each run; a line of key=value for each; a table in Markdown or CSV; a list of JSON objects.",
+    help="A page or a line of key=value pairs for each run, a Markdown or CSV table, or a list of JSON objects.",
 )
 @click.option("--baseline", metavar="RUN", shell_complete=complete_runs, help=_BASELINE)
 def summary(runs: tuple[str, ...], everything: bool, form: str, baseline: str | None) -> None:
-    """Summarize runs, by default the newest.
+    """Summarize runs, by default the newest run.
 
     A summary contains settings, result, losses, throughput, time by phase, memory and checkpoints. The formats md, csv
     and json also contain the speedup and the efficiency of each run relative to the baseline.
@@ -193,7 +193,7 @@ def _speedups(summaries: list["Summary"], name: str | None) -> list["Speedup"]:
 
 
 def _one_line(run: "Summary") -> str:
-    """Return a summary on one line, as key=value, for grep; unknown values are empty."""
+    """Return a summary on one line of key=value pairs, for grep. Unknown values are empty."""
     losses = {
         "loss": run.loss and run.loss.last,
         "eval_loss": run.eval_loss and run.eval_loss.last,
@@ -368,7 +368,7 @@ def _speed(run: "Summary") -> str | None:
 
 
 def _time(run: "Summary") -> str | None:
-    """Return the total time and the share of each phase; `other` is the time outside of all phases."""
+    """Return the total time and the share of each phase. `other` is the time outside of all phases."""
     if run.seconds is None:
         return None
     shares = [
@@ -393,7 +393,7 @@ def _share(part: float, whole: float) -> str:
 
 
 def _memory(run: "Summary") -> str | None:
-    """Return the peak memory of each rank; for more than 8 ranks, only the lowest and the highest."""
+    """Return the peak memory of each rank, or its range if there are more than 8 ranks."""
     words = []
     for kind, name in (("rss", ""), ("cuda", "on GPUs ")):
         values = run.memory_mb.get(kind, [])
@@ -438,7 +438,7 @@ def plot(
     output: Path | None,
     opens: bool,
 ) -> None:
-    """Plot the metrics of runs, by default of the newest.
+    """Plot the metrics of runs, by default of the newest run.
 
     The figure has a panel for each metric and, without --compare, for each run. Without -o it is written to
     runs/plot-RUN.png. Other metrics are eval_loss, tokens_per_second, loss_scale, and seconds.PHASE, such as
@@ -456,7 +456,7 @@ def plot(
     require_package("matplotlib", "notebooks")
     import matplotlib as mpl
 
-    mpl.use("agg")  # no window, whatever the environment asks for
+    mpl.use("agg")  # no window, regardless of the environment
 
     from ddp_tutorial.figures.run_plots import LOSSES, draw_runs, write_figure
 
@@ -496,16 +496,17 @@ def _joined(folders: list[Path]) -> str:
 @a_run
 @_open
 def draw_timeline(run: str, opens: bool) -> None:
-    """Draw the profiled steps of a run, with all ranks on one clock.
+    """Draw a run's profiled steps, with all ranks on a common clock.
 
-    The figure is written to profile/timeline.png in the run's directory. A run profiles the steps of config.profile.
+    The figure is written to profile/timeline.png in the run's directory. The `profile` settings of a run select the
+    steps.
     """
     from ddp_tutorial.runs.folder import RunFolder
     from ddp_tutorial.runs.summaries import find_run
 
     folder = RunFolder(find_run(run))
     if not folder.timeline.is_file():
-        raise ConfigError(f"{folder.path} has no profiled steps. Run it with profile.steps=3")
+        raise ConfigError(f"{folder.path} contains no profiled steps. Rerun the training with profile.steps=3")
 
     require_package("matplotlib", "notebooks")
     import matplotlib as mpl
@@ -541,7 +542,7 @@ def draw_timeline(run: str, opens: bool) -> None:
 def tail(run: str, count: int, rank: int, metrics: bool, edit: bool) -> None:
     """Follow the log of one rank until the run has exited.
 
-    If the run has no log of rank 0, the metrics of its steps are shown.
+    If there is no log of rank 0, the command shows the metrics of the steps.
     """
     from ddp_tutorial.runs.folder import RunFolder
     from ddp_tutorial.runs.summaries import find_run, follow, state_of, summarize
@@ -552,8 +553,8 @@ def tail(run: str, count: int, rank: int, metrics: bool, edit: bool) -> None:
         log = RunFolder(folder).metrics
     if not log.is_file() and rank > 0:
         there = sorted(int(path.stem.removeprefix("rank_")) for path in folder.glob("rank_*.log"))
-        available = f"; it has logs of ranks {', '.join(map(str, there))}" if there else " or of any other rank"
-        raise ConfigError(f"{folder} has no log of rank {rank}{available}")
+        available = f"; it contains logs of ranks {', '.join(map(str, there))}" if there else " or of any other rank"
+        raise ConfigError(f"{folder} contains no log of rank {rank}{available}")
     if edit:
         click.edit(filename=str(log))
         return

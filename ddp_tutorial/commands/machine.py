@@ -1,4 +1,4 @@
-"""Commands about the machine, and the shell."""
+"""Commands for the machine and the shell."""
 
 import json
 import sys
@@ -31,7 +31,7 @@ def doctor(as_json: bool) -> None:
 @click.command()
 @click.argument("shell", type=click.Choice(["bash", "zsh", "fish"]))
 def completion(shell: str) -> None:
-    """Print the script with which SHELL completes the commands, configs and settings of `ddp-tutorial`.
+    """Print a script that makes SHELL complete the commands, configs and settings of `ddp-tutorial`.
 
     \b
     ddp-tutorial completion bash >> ~/.bashrc

@@ -1,4 +1,4 @@
-"""The command that plans a run on many devices. It computes; it starts nothing."""
+"""Command that plans a run on many devices. It only predicts costs, and does not start the run."""
 
 import json
 from collections.abc import Iterable
@@ -16,7 +16,7 @@ from ddp_tutorial.planning.transformer import MODELS, Transformer
 
 
 def _by_option(presets: Iterable[str]) -> dict[str, str]:
-    """Return the names of presets by their form on the command line: "DGX H100" is "dgx-h100"."""
+    """Return a dict from command-line name to preset name, such as "dgx-h100" to "DGX H100"."""
     return {name.lower().replace(",", "").replace("/", "-").replace(" ", "-"): name for name in presets}
 
 
@@ -56,7 +56,7 @@ def plan(
     published: bool,
     as_json: bool,
 ) -> None:
-    """Predict step time, memory and cost of training MODEL on many devices, for each strategy. Nothing is started.
+    """Predict step time, memory and cost of training MODEL on many devices, for each strategy. The run is not started.
 
     MODEL is one of the models below. SHAPE changes it, for example layers=48 sequence=8192.
 
@@ -70,7 +70,7 @@ def plan(
         click.echo(json.dumps(_published(rows), indent=2) if as_json else comparison.as_text(rows))
         return
     if model is None:
-        raise ConfigError(f"a model is missing: write one of {', '.join(_MODELS)}, or use --published")
+        raise ConfigError(f"a model is required: specify one of {', '.join(_MODELS)}, or use --published")
     shaped, on = _model(model, shape), _network(_NETWORKS[network], node_gbit)
     try:
         found = choice.choose(shaped, DEVICES[_DEVICES[device]], on, devices, batch)[:top]
@@ -93,7 +93,7 @@ def plan(
 
 
 def _model(name: str, shape: Iterable[str]) -> Transformer:
-    """Return a model by its name on the command line, with the changes `shape`, such as "layers=48".
+    """Return the model with this command-line name, with the changes in `shape`, such as "layers=48".
 
     Raises:
         ConfigError: If the name or a change is not valid.
@@ -107,20 +107,20 @@ def _model(name: str, shape: Iterable[str]) -> Transformer:
         field, _, text = change.partition("=")
         if field not in names:
             raise ConfigError(
-                f"a change of the shape must be NAME=VALUE, with a name of {', '.join(names)}; got {change!r}"
+                f"a shape setting must have the form NAME=VALUE, with NAME one of {', '.join(names)}, got {change!r}"
             )
         changes[field] = _value(field, text, isinstance(getattr(preset, field), bool))
     model = replace(preset, **changes)
     if model.width % model.heads or model.heads % (model.kv_heads or model.heads):
         raise ConfigError(
-            f"width must be a multiple of heads, and heads of kv_heads; got width={model.width}, heads={model.heads}, "
-            f"kv_heads={model.kv_heads}"
+            f"width must be a multiple of heads, and heads must be a multiple of kv_heads, got width={model.width}, "
+            f"heads={model.heads}, kv_heads={model.kv_heads}"
         )
     return model
 
 
 def _value(field: str, text: str, is_switch: bool) -> int | bool:
-    """Return the value of a change of the shape."""
+    """Parse the value of one shape setting."""
     if is_switch and text in {"true", "false"}:
         return text == "true"
     if not is_switch and text.isdecimal() and int(text) > 0:
@@ -130,7 +130,7 @@ def _value(field: str, text: str, is_switch: bool) -> int | bool:
 
 
 def _network(name: str, node_gbit: float | None) -> Network:
-    """Return a network with `node_gbit` Gbit/s between nodes, shared by the devices of a node."""
+    """Return a network with `node_gbit` Gbit/s per node, which the node's devices share."""
     network = NETWORKS[name]
     if node_gbit is None:
         return network

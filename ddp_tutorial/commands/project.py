@@ -1,4 +1,4 @@
-"""Commands for the project: the main job, notebooks, synthetic stories, benchmarks."""
+"""Commands for the project's main job, notebooks, synthetic stories and benchmarks."""
 
 import json
 import shlex
@@ -17,7 +17,7 @@ from ddp_tutorial.config import ConfigError, require_package
 @runs_dir
 @click.option("--steps", type=click.IntRange(min=1), default=600, show_default=True, help="Number of optimizer steps.")
 def run(steps: int) -> None:
-    """Run the main job: train on two ranks and in one process, on real text, and compare. Takes 2 to 3 minutes."""
+    """Train on two ranks and in one process, on real text, and compare the runs. This takes 2 to 3 minutes."""
     require_package("papermill", "notebooks")
     from ddp_tutorial.experiments.execute import run_main_job
 
@@ -40,8 +40,7 @@ def notebooks(paths: tuple[Path, ...], everything: bool) -> None:
 def copy_notebooks(folder: Path) -> None:
     """Copy the notebooks, without outputs, and their data to a new FOLDER.
 
-    The copies are yours to change. The command `notebooks` executes notebooks in place instead, so it is not the name
-    of this command.
+    You can edit the copies freely. In contrast, the command `notebooks` executes the project's notebooks in place.
     """
     from ddp_tutorial.experiments.notebooks import copy_notebooks
 
@@ -79,11 +78,11 @@ def bench(name: str, as_json: bool, repeats: int, kills: int | None) -> None:
     NAME is launch, overhead, compile, ddp, buckets, sources, accumulation, checkpoint, scaling, debug, sharded,
     pipeline, cluster, ranks, peers, chaos, restarts or hangs.
 
-    chaos kills ranks of small runs, and makes their disks fail or run full, at every named point of saving and
-    resuming. It also starts them on nodes without a shared folder. It checks that no checkpoint is lost, that each
-    resumed run is bitwise identical, and that no process is left. restarts does the same with torchrun, which restarts
-    the ranks. hangs makes ranks hang in eight ways, and checks that the report names ranks and lines, and that no
-    process is left.
+    chaos kills ranks of small runs, and makes their disks fail or fill up, at every named point of saving and resuming.
+    It also starts runs on nodes without a shared folder. It checks that no checkpoint is lost, that each resumed run is
+    bitwise identical, and that no process is left running. restarts does the same with torchrun, which restarts the
+    ranks. hangs makes ranks hang in eight ways, and checks that the report names ranks and lines, and that no process
+    is left running.
     """
     from ddp_tutorial.benches import as_text, run_bench
 
@@ -112,7 +111,7 @@ def bench(name: str, as_json: bool, repeats: int, kills: int | None) -> None:
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 @click.option("--repeats", type=click.IntRange(min=5), default=7, show_default=True, help="Repetitions of each arm.")
 def reproduce(name: str, as_json: bool, repeats: int) -> None:
-    """Measure a table of equal work, and print it as Markdown beside published numbers, if there are any."""
+    """Measure a table of equal work, and print it as Markdown, next to published numbers if there are any."""
     from ddp_tutorial.benches import published
 
     result = published.reproduce(name, repeats)
@@ -125,6 +124,6 @@ def _print_and_exit(
     describe: Callable[[Mapping[str, Any]], str],
     as_json: bool,
 ) -> NoReturn:
-    """Print the result of a benchmark that can fail, and exit: with code 1 if it failed."""
+    """Print the result of a benchmark that can fail, and exit. The exit code is 1 if it failed."""
     click.echo(json.dumps(found, indent=2) if as_json else describe(found))
     sys.exit(not is_good(found))

@@ -22,10 +22,10 @@ def slurm(config: str, overrides: tuple[str, ...], submit: bool) -> None:
     slurm my.yaml nprocs=8 nodes=2 steps=5000 --submit
     slurm my.yaml nodes=2 starter=torchrun > job.sh
 
-    The job starts config.nprocs ranks, the same number on each node. Its settings are those of the section `slurm`,
-    whose names can be given without the prefix. Before its time limit, and when it is preempted, the job saves a
-    checkpoint, is requeued and resumes. The working directory must be shared by all nodes. To stop the job for good,
-    use scancel.
+    The job starts config.nprocs ranks, the same number on each node. The command accepts the settings of the `slurm`
+    section; the `slurm.` prefix is optional. Before its time limit, and when it is preempted, the job saves a
+    checkpoint, is requeued and resumes. All nodes must share the working directory. To stop the job for good, use
+    scancel.
     """
     with stopped_by_signals():
         from ddp_tutorial.commands.slurm_script import slurm_script

@@ -1,4 +1,4 @@
-"""The batch script of a training run, which `python -m ddp_tutorial slurm CONFIG` prints and submits."""
+"""Write the batch script of a training run, which `python -m ddp_tutorial slurm CONFIG` prints or submits."""
 
 import shlex
 from collections.abc import Iterable
@@ -60,7 +60,7 @@ def slurm_script(
 
 
 def split_overrides(overrides: Iterable[str]) -> tuple[list[str], list[str]]:
-    """Return the overrides of the job, in full ("nodes=2" -> "slurm.nodes=2"), and those of the run."""
+    """Return the job's overrides with their prefix ("nodes=2" -> "slurm.nodes=2"), and the run's overrides."""
     of_job: list[str] = []
     of_run: list[str] = []
     for override in map(str.strip, overrides):

@@ -1,4 +1,4 @@
-"""The command that runs a notebook with many parameters."""
+"""Command that runs a notebook with many combinations of parameters."""
 
 import json
 import signal
@@ -13,7 +13,7 @@ from ddp_tutorial.config import require_package
 
 
 class _Sweep(click.Command):
-    """The command, whose help lists the experiments."""
+    """Command whose help text lists the experiments."""
 
     def format_epilog(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """Write the names of the experiments."""
@@ -59,8 +59,8 @@ def sweep(
 
     The papermill command of each point runs that point alone. Add --dry-run to print only the commands.
 
-    Finished points are not repeated unless their parameters or the code have changed. So after an interrupt or a
-    failure, rerun the command to continue. If a point fails, the others still run, and the exit code is 1.
+    Finished points are not repeated unless their parameters or the code have changed. To continue after an interrupt or
+    a failure, rerun the command. If a point fails, the other points still run, and the exit code is 1.
     """
     require_package("papermill", "notebooks")
     from ddp_tutorial.experiments.sweeps import SweepInterruptedError, failure_of, plan_sweep, run_sweep
@@ -69,7 +69,7 @@ def sweep(
     if dry_run:
         click.echo(json.dumps({"commands": plan.commands}) if as_json else "\n".join(plan.commands))
         return
-    for number in (signal.SIGTERM, signal.SIGHUP):  # the end of a job or a closed terminal: as Ctrl-C
+    for number in (signal.SIGTERM, signal.SIGHUP):  # handle the end of a job or a closed terminal like Ctrl-C
         signal.signal(number, signal.default_int_handler)
     try:
         outcome = run_sweep(plan, timeout, report=_print_line)

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from ddp_tutorial.training.trainer import TrainResult
     from ddp_tutorial.world import World
 
-# The default of --watch with --check: longer than the checkpoint or the evaluation of one rank takes.
+# Default of --watch with --check, in seconds. A checkpoint or an evaluation on one rank takes less time.
 CHECK_WATCH_SECONDS = 60.0
 _WATCH = "If a rank waits this long in a collective, report where each rank waits."
 _CHECK = "Check each step on all ranks: diverging replicas, NaN, shared samples, leaks, and more. Implies --watch."
@@ -33,15 +33,15 @@ _FAULT = "Inject a fault, such as 'kill rank=1 step=3', in addition to the confi
 
 
 def _configs(context: click.Context, parameter: click.Parameter, incomplete: str) -> list[CompletionItem]:
-    """Return the configs of the package that match, otherwise files, for the shell's completion."""
+    """Return the matching configs of the package, or files if no config matches, for shell completion."""
     names = [CompletionItem(name) for name in configs.config_names() if name.startswith(incomplete)]
     return names or [CompletionItem(incomplete, type="file")]
 
 
 def _settings(context: click.Context, parameter: click.Parameter, incomplete: str) -> list[str]:
-    """Return the settings that match, such as `learning_rate=`, for the shell's completion.
+    """Return the matching settings, such as `learning_rate=`, for shell completion.
 
-    They come from base.yaml, which is read without importing torch.
+    The settings are read from base.yaml, without importing torch.
     """
     known = configs.flat(yaml.safe_load((configs.CONFIGS / "base.yaml").read_text()))
     return [f"{name}=" for name in ["name", *known] if name.startswith(incomplete)]
@@ -84,11 +84,12 @@ def train(
     train 2proc 'faults=[kill rank=1 step=3]'
     train my.yaml --devices 0,1,3
 
-    Starts config.nprocs ranks on this machine; on GPUs, one rank per GPU if nprocs is not set. Under torchrun, or srun
-    on Slurm, the command joins the existing world.
+    The command starts config.nprocs ranks on this machine. On GPUs, it starts one rank per GPU if nprocs is not set.
+    Under torchrun, or srun on Slurm, the command joins the existing world.
 
-    After SIGTERM or SIGUSR1, the run saves a checkpoint after the current step and exits with code 75. It exits at once
-    if there is nothing to save yet. The command `stop` also stops a run. To resume, rerun the command with resume=auto.
+    After SIGTERM or SIGUSR1, the run saves a checkpoint after the current step and exits with code 75. It exits
+    immediately if there is nothing to save yet. The command `stop` also stops a run. To resume, rerun the command with
+    resume=auto.
 
     Under torchrun the exit code is 0 instead, because torchrun would restart the ranks after any other code. It is also
     0 in a Slurm step after `stop`, because 75 requeues the job. result.json records that the run was stopped, and why.
@@ -106,7 +107,7 @@ def train(
 class DebugOptions:
     """Options for debugging a run. Injected faults are in its config."""
 
-    watch: float | None  # seconds in a collective after which all ranks are inspected
+    watch: float | None  # all ranks are inspected after this time in a collective, in seconds
     check: bool  # whether each step is checked
 
 
@@ -136,7 +137,7 @@ def _train(
     if debug.check and settings.strategy not in {"ddp", "invariant", "accelerate"}:
         raise configs.ConfigError(
             "--check compares replicas, so 'strategy' must be ddp, invariant or accelerate, got "
-            f"{settings.strategy}; use strategy=ddp to find the problem, or --watch"
+            f"{settings.strategy}. Debug with strategy=ddp, or use --watch instead of --check"
         )
     # only rank 0 prints
     world = World.detect(device=settings.device, backend=settings.backend) if joins else World()
@@ -188,9 +189,9 @@ def _placement(settings: "FaultyConfig", devices: str | None, *, is_chosen: bool
 def _train_on_a_rank(world: "World", settings: "FaultyConfig", debug: DebugOptions) -> "TrainResult":
     """Train on one rank, with a watchdog, checks and faults as configured. Collective.
 
-    A check that fails raises on all ranks in the same step, and is recorded in `failed.json` and in the logs, like any
-    failure. The last steps are checked before the run writes its result. Warnings are recorded in the log and in
-    `result.json`.
+    A failed check raises an error on all ranks in the same step. The error is recorded in `failed.json` and in the
+    logs, like any failure. The last steps are checked before the run writes its result. Warnings are recorded in the
+    log and in `result.json`.
     """
     from ddp_tutorial.debug.checks import checking
     from ddp_tutorial.debug.faults import inject_faults
@@ -218,7 +219,7 @@ def _train_on_a_rank(world: "World", settings: "FaultyConfig", debug: DebugOptio
 
 
 def _add_findings(run: "RunFolder", findings: "list[Finding]") -> None:
-    """Add the findings of the checks to `result.json` of a run that they have not aborted."""
+    """Add the findings of the checks to `result.json`, unless the checks have aborted the run."""
     from ddp_tutorial.files import write_json
 
     checks = [{"detector": each.detector, "ranks": each.ranks, "message": str(each)} for each in findings]

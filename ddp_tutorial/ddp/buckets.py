@@ -12,17 +12,17 @@ MIB = 2**20
 def assign_buckets(nbytes: Sequence[int], kinds: Sequence[object], cap: float, first_cap: float) -> list[list[int]]:
     """Assign gradients, in the order in which they become ready, to buckets.
 
-    A bucket is closed as soon as it contains at least `cap` bytes, so its last gradient may exceed the cap, and no
-    gradient is split. PyTorch uses the same rule. A small first bucket lets the first all-reduce start early.
+    A bucket is closed as soon as it contains at least `cap` bytes. A bucket may exceed the cap, because gradients are
+    never split. PyTorch uses the same rule. A small first bucket lets the first all-reduce start early.
 
     Args:
         nbytes: The size of each gradient.
-        kinds: The kind of each gradient (dtype and device). All gradients of a bucket have the same kind.
+        kinds: The kind of each gradient (dtype and device). All gradients in a bucket have the same kind.
         cap: The size in bytes at which a bucket is closed.
-        first_cap: The same for the first bucket of each kind.
+        first_cap: The size in bytes at which the first bucket of each kind is closed.
 
     Returns:
-        The indices of the gradients of each bucket. Buckets are in the order in which they become complete.
+        The gradient indices of each bucket, in the order in which the buckets become complete.
     """
     buckets: list[list[int]] = []
     open_bucket: dict[object, list[int]] = {}
@@ -40,7 +40,7 @@ def assign_buckets(nbytes: Sequence[int], kinds: Sequence[object], cap: float, f
 
 @dataclass
 class Bucket:
-    """A flat buffer for several gradients, and a view of it for each gradient, in the order of the buffer."""
+    """A flat buffer for several gradients, with one view of the buffer for each gradient."""
 
     name: str
     buffer: torch.Tensor
@@ -50,7 +50,7 @@ class Bucket:
 
     @staticmethod
     def of(name: str, named: Sequence[tuple[str, nn.Parameter]]) -> "Bucket":
-        """Return a bucket of zeros for these parameters, which all have the same dtype and device."""
+        """Return a zero-filled bucket for these parameters, which must have the same dtype and device."""
         names, parameters = [name for name, _ in named], [parameter for _, parameter in named]
         sizes = [parameter.numel() for parameter in parameters]
         buffer = torch.zeros(sum(sizes), dtype=parameters[0].dtype, device=parameters[0].device)
@@ -59,10 +59,10 @@ class Bucket:
 
     @torch.no_grad()
     def collect(self, place: int, world_size: int) -> None:
-        """Copy the gradient of parameter `place` into the buffer, divided by the world size, and make `.grad` the view.
+        """Copy the gradient of the parameter with index `place`, divided by the world size, into the buffer.
 
-        The sum over ranks is then the mean. Dividing first avoids overflow in half precision. A missing gradient
-        contributes zeros.
+        `.grad` becomes a view of the buffer. Because each rank divides its gradient first, the sum over ranks is the
+        mean. Dividing first also avoids overflow in half precision. A missing gradient contributes zeros.
         """
         parameter, view = self.parameters[place], self.views[place]
         gradient = parameter.grad

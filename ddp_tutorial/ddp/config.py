@@ -15,7 +15,7 @@ class LinkConfig(Config):
 
 
 class CompileConfig(Config):
-    """Options of `torch.compile`, under their own names."""
+    """Options of `torch.compile`, with the same names."""
 
     backend: str = Field("inductor", description="Compiler backend.")
     mode: Literal["default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"] | None = Field(
@@ -36,7 +36,7 @@ class CompileConfig(Config):
 
 
 class DDPConfig(Config):
-    """The DDP variant and its options. Options of PyTorch keep their names."""
+    """The DDP variant and its options. PyTorch options keep their names."""
 
     variant: Literal["naive", "flat", "bucket", "torch"] = Field(
         "torch", description="Which DDP implementation averages the gradients."
@@ -80,8 +80,9 @@ class DDPConfig(Config):
             raise ValueError(f"'powersgd_rank' is an option of hook powersgd, not of hook {self.hook}")
         if self.variant == "torch" and self.hook == "powersgd":
             raise ValueError(
-                "'hook' powersgd requires variant=bucket: it starts a second all-reduce when the first one completes. "
-                "All ranks must start them in the same order, which variant bucket ensures and torch with gloo does not"
+                "hook=powersgd requires variant=bucket. PowerSGD starts a second all-reduce when the first one "
+                "completes, and all ranks must start the all-reduces in the same order. Variant torch with gloo does "
+                "not guarantee that order"
             )
         beside = sorted(changed & {"hook", "simulated_link", "find_unused_parameters", "static_graph"})
         if self.shared_memory and beside:
@@ -89,12 +90,11 @@ class DDPConfig(Config):
         return self
 
     def require_compilable(self) -> None:
-        """Raise `ConfigError` if PyTorch could not split a compiled model at the buckets."""
+        """Raise `ConfigError` if PyTorch cannot split a compiled model at the bucket boundaries."""
         if self.variant == "torch" and self.bucket_cap_mb is not None and self.bucket_cap_mb < 1:
             raise ConfigError(
-                f"'bucket_cap_mb' must be at least 1 for a compiled model, got {self.bucket_cap_mb}: PyTorch splits "
-                "the model into one graph per bucket, and the first bucket has 1 MiB. Use bucket_cap_mb=1, or "
-                "variant=bucket"
+                f"'bucket_cap_mb' must be at least 1 for a compiled model, got {self.bucket_cap_mb}: PyTorch "
+                "compiles one graph per bucket, and the first bucket is 1 MiB. Use bucket_cap_mb=1, or variant=bucket"
             )
 
 

@@ -1,7 +1,8 @@
-"""Communication hooks: send a bucket uncompressed, in 16 bits, or as two low-rank matrices (PowerSGD).
+"""Communication hooks, which send a bucket uncompressed, in 16 bits, or as two low-rank matrices (PowerSGD).
 
 A hook starts the all-reduce of a bucket, which contains this rank's gradients divided by the world size, and returns a
-`Pending` to wait for. Afterwards the bucket contains the mean over ranks, or its approximation after compression.
+`Pending` to wait for. After the wait, the bucket contains the mean over ranks, or an approximation if the hook
+compresses the gradients.
 """
 
 import zlib
@@ -20,12 +21,12 @@ class Pending(Protocol):
     """A pending all-reduce."""
 
     def wait(self) -> object:
-        """Wait until the all-reduce is complete. Raises its error if it failed."""
+        """Wait until the all-reduce is complete. If the all-reduce failed, raise its error."""
         ...
 
 
 class Hook(Protocol):
-    """A way to average a bucket."""
+    """An algorithm that averages a bucket over the ranks."""
 
     link: Link
 
@@ -35,7 +36,7 @@ class Hook(Protocol):
 
 
 class AllReduceHook:
-    """Send the gradients uncompressed."""
+    """A hook that sends the gradients uncompressed."""
 
     def __init__(self, link: Link) -> None:
         """Create a hook that sends over `link`."""
@@ -47,11 +48,11 @@ class AllReduceHook:
 
 
 class CastHook:
-    """Send gradients in a 16-bit `dtype`: half the bytes of float32. A complex number is sent as two real numbers.
+    """A hook that sends gradients in a 16-bit `dtype`, which halves the number of bytes compared with float32.
 
-    bfloat16 has the range of float32 and 8 bits of precision. float16 has 11 bits, but numbers below 6e-8 become zero,
-    and numbers above 65,504 become infinite. The sum is also computed in `dtype`, so its error grows with the number of
-    ranks.
+    A complex number is sent as two real numbers. bfloat16 has the range of float32 and 8 bits of precision. float16 has
+    11 bits of precision, but numbers below 6e-8 become zero, and numbers above 65,504 become infinite. The sum is also
+    computed in `dtype`, so its error grows with the number of ranks.
     """
 
     def __init__(self, link: Link, dtype: torch.dtype) -> None:
@@ -71,23 +72,23 @@ class CastHook:
 
 
 class PowerSGD:
-    """Send a gradient matrix M [n, m] as P = M Q [n, rank] and Q = M' P [m, rank]: one step of power iteration.
+    """A hook that sends a gradient matrix M [n, m] as P = M Q [n, rank] and Q = M' P [m, rank].
 
-    The part of M that P Q' does not represent stays on this rank and is added to its next gradient (error feedback), so
-    it is delayed instead of lost. Q is also kept, as the start of the next step's iteration. Vectors, complex
-    gradients, and matrices for which P and Q would not be smaller are sent uncompressed.
+    This is one step of power iteration. The residual M - P Q' stays on this rank and is added to the next gradient
+    (error feedback), so it is delayed instead of lost. Q is also kept, as the starting point of the next step's
+    iteration. Vectors, complex gradients, and matrices for which P and Q would not be smaller are sent uncompressed.
 
     Vogels, Karimireddy & Jaggi, "PowerSGD: Practical low-rank gradient compression for distributed optimization", 2019.
     """
 
     def __init__(self, link: Link, world_size: int, rank: int = 2, seed: int = 0) -> None:
-        """Start without errors. Raise `ValueError` if `rank` is less than 1.
+        """Create a hook with zero accumulated errors. Raise `ValueError` if `rank` is less than 1.
 
         Args:
             link: The link to send over.
             world_size: The number of ranks.
             rank: The rank of the approximation.
-            seed: The seed of the first Q.
+            seed: The seed for the initial Q.
         """
         if rank < 1:
             raise ValueError(f"rank must be at least 1, got {rank}")
@@ -101,11 +102,11 @@ class PowerSGD:
         return _Factors(self, bucket)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state that is kept between steps: this rank's errors, and Q."""
+        """Return the state that is kept between steps, which consists of this rank's errors and Q."""
         return {"rank": self.rank, "errors": dict(self.errors), "qs": dict(self.qs)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore a state. If its `rank` is different, the iteration starts over, and the errors are kept."""
+        """Restore a state. If its `rank` is different, the errors are restored, but the iteration starts over."""
         self.errors = dict(state["errors"])
         self.qs = dict(state["qs"]) if state["rank"] == self.rank else {}
 
@@ -121,10 +122,10 @@ class PowerSGD:
 
 
 class _Factors:
-    """The factors of one bucket. The constructor starts the all-reduce of P, and `wait` that of Q.
+    """The factors of one bucket. The constructor starts the all-reduce of P, and `wait` runs the all-reduce of Q.
 
-    `wait` is called in the order of the buckets. Callbacks of P's futures would run in different orders on different
-    ranks, and would start the all-reduces of Q in different orders.
+    `wait` is called in the order of the buckets. Callbacks of P's futures could run in a different order on each rank,
+    so the ranks would start the all-reduces of Q in different orders.
     """
 
     @torch.no_grad()

@@ -1,7 +1,7 @@
-"""Links that carry gradients between ranks: the machine's own, or a simulated one.
+"""Links that carry gradients between ranks, either the machine's own link or a simulated link.
 
 `fit_link` estimates a link's latency and bandwidth from measurements. `SimulatedLink` delays all-reduces so that they
-take as long as on a link with a given latency and bandwidth, to study slow networks on one machine.
+take as long as on a link with a given latency and bandwidth. Use it to study slow networks on one machine.
 """
 
 import threading
@@ -24,17 +24,18 @@ from ddp_tutorial.world import World, require_group
 
 
 def fit_link(rounds: Sequence[float], nbytes: Sequence[float], seconds: Sequence[float]) -> LinkModel:
-    """Return the latency and bandwidth that fit measurements best.
+    """Return the latency and bandwidth that best fit the measurements.
 
     The fit minimizes the squared relative error, so that small messages count as much as large ones.
 
     Args:
-        rounds: The number of consecutive messages of each measurement.
-        nbytes: The total bytes of each measurement.
+        rounds: The number of consecutive messages in each measurement.
+        nbytes: The total number of bytes in each measurement.
         seconds: The duration of each measurement.
 
     Raises:
-        ValueError: If the measurements do not determine both numbers, for example because all have the same size.
+        ValueError: If the measurements do not determine both values, for example because all messages have the same
+            size.
     """
     measured = np.asarray(seconds, dtype=float)
     if not np.all(measured > 0):
@@ -47,8 +48,9 @@ def fit_link(rounds: Sequence[float], nbytes: Sequence[float], seconds: Sequence
         (latency, per_byte), _, rank, _ = np.linalg.lstsq(columns, np.ones_like(measured), rcond=1e-6)
     if rank < 2 or per_byte <= 0:
         raise ValueError(
-            f"{len(measured)} measurements do not determine a latency and a bandwidth. "
-            "Measure at least two sizes, one of them large enough to take clearly longer."
+            "the latency and the bandwidth cannot be determined from the measurements, got "
+            f"{len(measured)}. Measure at least two sizes, one of them large enough to take noticeably longer than the "
+            "others."
         )
     if latency < 0:  # then fit the bandwidth alone
         latency, per_byte = 0.0, columns[:, 1].sum()
@@ -56,7 +58,7 @@ def fit_link(rounds: Sequence[float], nbytes: Sequence[float], seconds: Sequence
 
 
 class Transfer(NamedTuple):
-    """A completed all-reduce of a link. Times are in seconds of the machine's monotonic clock."""
+    """A completed all-reduce on a link. Times are in seconds on the machine's monotonic clock."""
 
     name: str
     nbytes: int
@@ -66,9 +68,9 @@ class Transfer(NamedTuple):
 
 
 class Link(Protocol):
-    """Carries all-reduces in the order in which they are started. Every rank must start the same all-reduces.
+    """A link that carries all-reduces in the order in which they are started.
 
-    `observer` is called after each all-reduce.
+    Every rank must start the same all-reduces. `observer` is called after each all-reduce.
     """
 
     observer: Callable[[Transfer], object] | None
@@ -79,9 +81,10 @@ class Link(Protocol):
 
 
 class DirectLink:
-    """The machine's own link: `torch.distributed`'s all-reduce, through NCCL or gloo.
+    """The machine's own link, which runs `torch.distributed`'s all-reduce through NCCL or gloo.
 
-    NCCL's future completes when the work is enqueued, so a thread waits for the end of the work to call the observer.
+    NCCL's future completes when the work is enqueued, so a thread waits until the work has finished and then calls the
+    observer.
     """
 
     def __init__(self, world: World) -> None:
@@ -114,7 +117,7 @@ class DirectLink:
         return dist.all_reduce(tensor, async_op=True).get_future().then(arrived)
 
     def _report(self, name: str, nbytes: int, issued: float, event: torch.cuda.Event | None = None) -> None:
-        """Call the observer for an all-reduce, after waiting for `event` on a GPU."""
+        """Call the observer for an all-reduce. On a GPU, first wait for `event`."""
         if self.observer is None:
             return
         if event is not None:
@@ -123,22 +126,23 @@ class DirectLink:
 
 
 class SimulatedLink:
-    """A link that is slowed down to `model`.
+    """A link that is slowed down to the latency and bandwidth of `model`.
 
-    Each all-reduce over N ranks takes as long as a ring: 2 (N - 1) latencies plus the time for 2 (N - 1) / N of its
-    bytes. The time starts when the last rank has joined the all-reduce and the all-reduce before it has ended.
+    Each all-reduce over N ranks takes as long as a ring all-reduce, which is 2 (N - 1) latencies plus the time to send
+    2 (N - 1) / N of the bytes. The transfer starts when the last rank has joined the all-reduce and the previous
+    all-reduce has ended.
 
-    A thread computes the sum with a real all-reduce and then sleeps until that time is over. Meanwhile the rank
-    continues computing, as it does with a network card. All simulated links of a rank share this thread and take turns.
-    `overruns` counts the all-reduces that took longer than in the model, because a simulated link cannot be faster than
-    the machine.
+    A thread computes the sum with a real all-reduce and then sleeps until the simulated transfer time has elapsed.
+    Meanwhile, the rank continues computing, as with a network card. All simulated links of a rank share this thread and
+    take turns. A simulated link cannot be faster than the machine's own link, so `overruns` counts the all-reduces
+    that took longer than the model predicts.
     """
 
     def __init__(self, world: World, model: LinkModel) -> None:
-        """Create a link. Raise `ConfigError` unless all ranks are on the CPU of one machine and share its clock."""
+        """Create a link. Raise `ConfigError` unless all ranks run on the CPU of one machine."""
         require_group(world)
         if world.device.type != "cpu" or world.local_size != world.size:
-            raise ConfigError(f"a simulated link requires all ranks on the CPU of one machine, got {world}")
+            raise ConfigError(f"with a simulated link, all ranks must run on the CPU of one machine, got {world}")
         self.world, self.model = world, model
         self.observer: Callable[[Transfer], object] | None = None
         self.overruns = 0
@@ -196,7 +200,7 @@ _threads: WeakKeyDictionary[dist.ProcessGroup, dict[str, SimpleQueue[Call | None
 
 
 def _calls_of(name: str) -> SimpleQueue[Call | None]:
-    """Return the queue of the thread `name`, which makes the calls put into it until the default group is destroyed."""
+    """Return the call queue of the thread `name`, which runs until the default group is destroyed."""
     default = dist.group.WORLD
     assert default is not None
     threads = _threads.setdefault(default, {})

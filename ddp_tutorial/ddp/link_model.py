@@ -1,4 +1,4 @@
-"""The alpha-beta model of a link. It needs no torch.
+"""The alpha-beta model of a link. This module does not import torch.
 
 A message of n bytes takes alpha + n / beta seconds, where alpha is the latency and beta the bandwidth (Hockney, 1994).
 """
@@ -11,7 +11,7 @@ from ddp_tutorial.ddp.config import LinkConfig
 
 @dataclass(frozen=True)
 class LinkModel:
-    """The alpha-beta model of a link: `latency` in seconds per message, `bandwidth` in bytes per second."""
+    """The alpha-beta model of a link, with `latency` in seconds per message and `bandwidth` in bytes per second."""
 
     latency: float
     bandwidth: float
@@ -30,16 +30,16 @@ class LinkModel:
         return rounds * self.latency + nbytes / self.bandwidth
 
     def ring_seconds(self, nbytes: float, size: int) -> float:
-        """Return the time of a ring all-reduce over N = `size` ranks: 2 (N - 1) rounds with `nbytes` / N each."""
+        """Return the time of a ring all-reduce over N = `size` ranks, with 2 (N - 1) rounds of `nbytes` / N each."""
         rounds = 2 * (size - 1)
         return self.seconds(rounds * nbytes / size, rounds)
 
     def tree_seconds(self, nbytes: float, size: int) -> float:
-        """Return the time of a tree all-reduce over N = `size` ranks: 2 ceil(log2 N) rounds with `nbytes` each."""
+        """Return the time of a tree all-reduce over N = `size` ranks, with 2 ceil(log2 N) rounds of `nbytes` each."""
         rounds = 2 * math.ceil(math.log2(size))
         return self.seconds(rounds * nbytes, rounds)
 
 
 def bytes_all_reduced(nbytes: int, size: int) -> int:
-    """Return the bytes each of N = `size` ranks sends in a ring all-reduce: 2 (N - 1) chunks of `nbytes` / N."""
+    """Return the bytes that each of N = `size` ranks sends in a ring all-reduce, 2 (N - 1) chunks of `nbytes` / N."""
     return 2 * nbytes * (size - 1) // size

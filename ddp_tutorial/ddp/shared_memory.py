@@ -1,16 +1,16 @@
-"""Sum the gradients of two ranks of one host in shared memory.
+"""Sum the gradients of two ranks on one host in shared memory.
 
-Between processes of one machine, gloo's ring sends all bytes through sockets, in several consecutive messages. Here
+Between processes on one machine, gloo's ring sends all bytes through sockets, in several consecutive messages. Here,
 each rank copies a bucket into memory that both ranks have mapped, and signals an eventfd. At the end of the backward
-pass each rank sums both copies. That takes one copy and one wait. The result is bitwise identical to the ring's,
-because a + b equals b + a.
+pass, each rank sums both buckets. This takes one copy and one wait. The result is bitwise identical to the result of
+the ring, because a + b equals b + a.
 
-A rank that has waited longer than `FALLBACK_SECONDS` falls back to gloo's all-reduce, which has torch's timeout, errors
-and flight recorder. The other rank detects the fallback when it reaches the same bucket, and also uses gloo. If it is
-still in its backward pass, it waits for the sum before it continues with the next layers.
+A rank that has waited longer than `FALLBACK_SECONDS` falls back to gloo's all-reduce, which provides torch's timeout,
+errors and flight recorder. The other rank detects the fallback when it reaches the same bucket, and also uses gloo. If
+the other rank is still in its backward pass, it waits for the sum before it continues with the next layers.
 
-Steps with 34 kB, 480 kB and 3.3 MB of gradients took 4.5, 15 and 53 ms on two cores, and 6.7, 18 and 58 ms through gloo
-(`bench overhead`).
+Steps with 34 kB, 480 kB and 3.3 MB of gradients took 4.5, 15 and 53 ms on two cores, compared with 6.7, 18 and 58 ms
+through gloo (`bench overhead`).
 """
 
 import fcntl
@@ -36,7 +36,7 @@ from ddp_tutorial.ddp.buckets import check_dense
 from ddp_tutorial.ddp.link import Transfer
 from ddp_tutorial.world import World
 
-FALLBACK_SECONDS = 0.1  # seconds that a rank waits for the other before it falls back to gloo
+FALLBACK_SECONDS = 0.1  # seconds that a rank waits for the other rank before it falls back to gloo
 
 # A rank's memory starts with three numbers that only this rank writes: the last bucket that it has written, the last
 # one that it has summed, and the last one for which it fell back to gloo.
@@ -45,7 +45,7 @@ _ALIGNED = 64  # alignment in bytes of those numbers and of each bucket
 
 
 class _Sum(NamedTuple):
-    """A pending sum of `mine` and of the other rank's bucket at the same `place`."""
+    """A pending sum of `mine` and the other rank's bucket at the same `place`."""
 
     number: int
     mine: torch.Tensor
@@ -56,12 +56,12 @@ class _Sum(NamedTuple):
 
 
 class SharedMemory:
-    """A `Link` between two ranks for the buckets of PyTorch's DDP, whose hook is `add_in_memory`.
+    """A `Link` between two ranks that sums the buckets of PyTorch's DDP. Its hook is `add_in_memory`.
 
         link = SharedMemory.connect(world, ddp.parameters())
         ddp.register_comm_hook(link, add_in_memory)
 
-    Each rank needs additional memory of the size of its gradients. The memory has no name, so the system frees it when
+    Each rank requires as much additional memory as its gradients. The memory is unnamed, so the system frees it when
     both processes have exited. Both ranks number the buckets in the same way, from 1.
     """
 
@@ -70,8 +70,8 @@ class SharedMemory:
 
         Args:
             world: The two ranks.
-            mine: The file descriptors of this rank's memory and of the eventfd that wakes it up.
-            theirs: The same for the other rank, opened in this process.
+            mine: The file descriptors of this rank's memory and of the eventfd that wakes this rank.
+            theirs: The other rank's file descriptors, opened in this process.
         """
         self.observer: Callable[[Transfer], object] | None = None
         self.world = world
@@ -81,9 +81,9 @@ class SharedMemory:
         self._their_bytes, self._their_numbers = _mapped(their_memory)
         self._bell = select.poll()
         self._bell.register(self._my_bell, select.POLLIN)
-        self._number = 0  # of the last bucket
-        self._before = 0  # of the last bucket of the previous backward pass
-        self._end = _ALIGNED  # of the memory that this backward pass has written
+        self._number = 0  # number of the last bucket
+        self._before = 0  # number of the last bucket of the previous backward pass
+        self._end = _ALIGNED  # end of the memory that this backward pass has written
         self._started: list[_Sum] = []
         self._is_queued = False  # whether `_finish` is queued for the end of the backward pass
         finalize(self, _close, [*mine, *theirs])
@@ -97,8 +97,8 @@ class SharedMemory:
         """Create shared memory for the gradients of `parameters`. Collective.
 
         Returns:
-            The link, or None on all ranks if there are not two ranks on the CPU of one host, or if the system has no
-            unnamed memory (memfd, on Linux).
+            The link, or None on all ranks. A link requires two ranks on the CPU of one host, and a system that supports
+            unnamed memory (Linux's memfd).
         """
         if world.size != 2 or world.local_size != 2 or world.device.type != "cpu":
             return None
@@ -112,10 +112,10 @@ class SharedMemory:
         return cls(world, mine, theirs)
 
     def begin(self) -> None:
-        """Start a backward pass, at its first bucket.
+        """Start a backward pass, when its first bucket is ready.
 
-        The new buckets overwrite those of the previous backward pass once both ranks have summed them. Pending sums of
-        a backward pass that raised are dropped.
+        After both ranks have summed the previous backward pass's buckets, the new buckets overwrite them. Pending sums
+        of a backward pass that raised an error are dropped.
         """
         self._before, self._end = self._number, _ALIGNED
         self._started, self._is_queued = [], False
@@ -123,7 +123,7 @@ class SharedMemory:
     def all_reduce(self, tensor: torch.Tensor, name: str = "all-reduce") -> Future[torch.Tensor]:
         """Start summing `tensor` over both ranks, in place. The sum is complete at the end of the backward pass.
 
-        Call this method only during a backward pass. Raises `ValueError` for a sparse tensor.
+        Call this method only during a backward pass. A sparse tensor raises `ValueError`.
         """
         check_dense(name, tensor)
         self._number += 1
@@ -154,7 +154,10 @@ class SharedMemory:
         return True
 
     def _finish(self) -> None:
-        """Compute all pending sums. If the other rank is late or has died, gloo waits for it and raises its errors."""
+        """Compute all pending sums.
+
+        If the other rank is late or has exited, gloo waits for that rank and raises gloo's usual errors.
+        """
         started, self._started, self._is_queued = self._started, [], False
         for each in started:
             if self._comes(_WRITTEN, each.number, each.number):
@@ -179,12 +182,13 @@ class SharedMemory:
         each.future.set_result(each.mine)
 
     def _comes(self, which: int, value: int, number: int) -> bool:
-        """Wait until the other rank's number `which` has reached `value`.
+        """Wait until the other rank's counter `which` has reached `value`.
 
         Returns:
-            False after `FALLBACK_SECONDS`. This rank has then recorded that it falls back to gloo for the bucket
-            `number`. It checks and records under the lock. So the other rank has either written that bucket before, or
-            detects the fallback when it is about to write it.
+            True if the counter has reached `value`, and False after `FALLBACK_SECONDS`. If the result is False, this
+            rank has recorded that it falls back to gloo for bucket `number`. The check and the record are made under
+            the lock. Therefore, the other rank has already written this bucket, or will detect the fallback before it
+            writes the bucket.
         """
         deadline = time.monotonic() + FALLBACK_SECONDS
         while True:
@@ -201,17 +205,20 @@ class SharedMemory:
 
     @contextmanager
     def _locked(self) -> Iterator[None]:
-        """Hold the lock that both ranks share, so that this rank sees all earlier writes of the other one.
+        """Hold the lock that both ranks share, so that this rank sees all earlier writes by the other rank.
 
-        The system releases the lock of a process that has died. Raises `TimeoutError` if the other rank holds the lock
-        for longer than the collective timeout, because it was stopped.
+        The system releases the lock of a process that has exited.
+
+        Raises:
+            TimeoutError: If the other rank holds the lock for longer than the collective timeout, because its process
+                was stopped.
         """
         deadline = time.monotonic() + self.world.timeout.total_seconds()
         try:
             while not _try_to_lock(self._lock):
                 if time.monotonic() > deadline:
                     raise TimeoutError(
-                        f"rank {1 - self.world.rank} was stopped while it held the lock of the shared memory"
+                        f"rank {1 - self.world.rank} was stopped while it held the shared-memory lock"
                     )
                 time.sleep(0)
             yield
@@ -220,7 +227,10 @@ class SharedMemory:
 
 
 def add_in_memory(link: SharedMemory, bucket: dist.GradBucket) -> Future[torch.Tensor]:
-    """Start averaging a bucket: the hook that PyTorch's DDP calls for full buckets, in the same order on both ranks."""
+    """Start averaging a bucket.
+
+    PyTorch's DDP calls this hook for full buckets, in the same order on both ranks.
+    """
     if bucket.index() == 0:
         link.begin()
     return link.all_reduce(bucket.buffer().div_(2), f"bucket {bucket.index()}")
@@ -231,9 +241,9 @@ def _aligned(nbytes: int) -> int:
 
 
 def _try_to_lock(file: int) -> bool:
-    """Lock the file for this process, and return whether that succeeded.
+    """Try to lock the file for this process, and return whether the lock was acquired.
 
-    `flock`, which `files` uses, would not work: it locks an open file, and both ranks share the open file.
+    `flock`, which `files` uses, would not work, because it locks an open file, and both ranks share the open file.
     """
     try:
         fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -243,7 +253,10 @@ def _try_to_lock(file: int) -> bool:
 
 
 def _memfd_and_eventfd(nbytes: int) -> list[int]:
-    """Return the file descriptors of a memfd and an eventfd; empty if the system or this Python does not have them."""
+    """Return the file descriptors of a memfd and an eventfd.
+
+    The list is empty if the system or this Python version does not support them.
+    """
     files: list[int] = []
     try:
         files.append(os.memfd_create("gradients", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING))
@@ -257,10 +270,10 @@ def _memfd_and_eventfd(nbytes: int) -> list[int]:
 
 
 def _exchange_files(world: World, mine: Sequence[int]) -> list[int]:
-    """Return the other rank's files, opened in this process; empty if a rank has none or cannot send them. Collective.
+    """Return the other rank's file descriptors, opened in this process. Collective.
 
-    Each rank receives on a socket in a folder that only its user can enter, so other users of the machine cannot send
-    their own files.
+    The list is empty if a rank has no files or cannot send them. Each rank receives them on a socket in a folder that
+    only its user can access, so other users of the machine cannot send their own files.
     """
     with TemporaryDirectory() as folder, socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as mailbox:
         path = f"{folder}/mailbox"
@@ -287,12 +300,15 @@ def _send(path: str, files: Sequence[int]) -> None:
 
 
 def _seals() -> int:
-    """Return the seals that fix a file's size, because an access beyond a truncated file's end kills the process."""
+    """Return the seals that fix a file's size.
+
+    Without them, an access beyond the end of a truncated file would kill the process.
+    """
     return fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 
 
 def _is_sealed(memory: int, nbytes: int) -> bool:
-    """Return whether `memory` is a memfd of this size whose size is sealed."""
+    """Return whether `memory` is a memfd of `nbytes` bytes whose size is sealed."""
     try:
         seals = fcntl.fcntl(memory, fcntl.F_GET_SEALS)
     except OSError:  # not a memfd

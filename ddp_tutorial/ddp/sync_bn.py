@@ -1,10 +1,10 @@
-"""Batch normalization over the batch of all ranks, with two all-reduces in forward and two in backward.
+"""Batch normalization over the global batch, with two all-reduces per forward pass and two per backward pass.
 
 A BatchNorm layer subtracts the mean of the batch and divides by its standard deviation. Under data parallelism, each
-rank sees only its part of the batch, so the output for a sample depends on the other samples of the same rank: four
-ranks with two samples each do not compute what one process with eight samples computes. `SyncBatchNorm` sums over all
-ranks, in forward and, because every output depends on every input, in backward. torch's `SyncBatchNorm` does the same,
-but only on GPUs.
+rank sees only its share of the batch, so the output for a sample depends on the other samples of the same rank. Four
+ranks with two samples each compute a different result than one process with eight samples. `SyncBatchNorm` sums over
+all ranks in the forward pass, and also in the backward pass, because every output depends on every input. torch's
+`SyncBatchNorm` does the same, but only on GPUs.
 """
 
 from typing import Any
@@ -17,14 +17,15 @@ from ddp_tutorial.groups import group_of, shared_group
 from ddp_tutorial.world import World
 
 # The layers use their own process group, because they start all-reduces in the backward pass, while a different thread
-# may be reducing buckets. In one group, ranks could start these in different orders and sum unrelated numbers.
+# may be reducing buckets. In one group, ranks could start these all-reduces in different orders and sum unrelated
+# numbers.
 _PURPOSE = "batch norm"
 
 BatchNorm = nn.BatchNorm1d | nn.BatchNorm2d | nn.BatchNorm3d | nn.SyncBatchNorm
 
 
 class _AllReduce(torch.autograd.Function):
-    """Sum over ranks. Every rank's output depends on every rank's input, so the gradient is also a sum over ranks."""
+    """A sum over ranks. Every rank's output depends on every rank's input, so the gradient is also a sum over ranks."""
 
     @staticmethod
     def forward(ctx: Any, tensor: torch.Tensor, group: dist.ProcessGroup | None) -> torch.Tensor:
@@ -44,15 +45,17 @@ def _summed(tensor: torch.Tensor, group: dist.ProcessGroup | None) -> torch.Tens
 
 
 class SyncBatchNorm(nn.BatchNorm1d):
-    """Normalize each channel of [samples, channels, ...] over the samples of all ranks, as torch's layer of this name.
+    """A layer that normalizes each channel of [samples, channels, ...] over the samples of all ranks.
 
-    In training, the forward and backward passes are collective. A rank may have fewer samples than the others, or none.
-    In evaluation, the layer is a plain BatchNorm and does not communicate.
+    The results match those of torch's layer with the same name.
 
-    The layer holds no process group, so it can be copied, saved and loaded.
+    In training, the forward and backward passes are collective. A rank may have fewer samples than other ranks, or no
+    samples. In evaluation, the layer is a plain BatchNorm and does not communicate.
+
+    The layer does not hold a process group, so it can be copied, saved and loaded.
 
     Raises:
-        ValueError: On all ranks, if they have fewer than two values per channel in total.
+        ValueError: On all ranks, if there are fewer than two values per channel across all ranks.
     """
 
     @classmethod
@@ -83,7 +86,7 @@ class SyncBatchNorm(nn.BatchNorm1d):
         sums, count = _AllReduce.apply(sums_and_count, group).split([channels, 1])
         count = count.detach()
         if count < 2:
-            raise ValueError(f"expected more than 1 value per channel on all ranks together, got {int(count)}")
+            raise ValueError(f"expected more than 1 value per channel across all ranks, got {int(count)}")
         mean = sums / count
         # Not the mean of squares minus the square of the mean: the difference of two large, nearly equal numbers is
         # mostly rounding error.
@@ -98,7 +101,7 @@ class SyncBatchNorm(nn.BatchNorm1d):
         return normal.to(x.dtype)
 
     def _update_running(self, mean: torch.Tensor, variance: torch.Tensor) -> None:
-        """Update the running statistics as BatchNorm does; momentum=None averages over all batches so far."""
+        """Update the running statistics like BatchNorm. With momentum=None, average over all batches so far."""
         if not self.track_running_stats or self.running_mean is None or self.running_var is None:
             return
         assert self.num_batches_tracked is not None
@@ -111,7 +114,7 @@ class SyncBatchNorm(nn.BatchNorm1d):
 def synchronize_batch_norm(module: nn.Module, world: World) -> nn.Module:
     """Replace each BatchNorm layer of `module` with a `SyncBatchNorm`. Collective.
 
-    A layer that occurs several times in `module` is replaced everywhere, by one layer.
+    A layer that occurs several times in `module` is replaced everywhere by the same new layer.
 
     Returns:
         The module itself, or its replacement if it is a BatchNorm layer.

@@ -10,7 +10,7 @@
     plots.gantt({"one step": timeline})
     timeline.overlap(rank=0).fraction
 
-Times are in seconds of the machine's monotonic clock; `gather` puts the spans of all ranks on rank 0's clock.
+Times are in seconds on the machine's monotonic clock. `gather` converts the spans of all ranks to rank 0's clock.
 """
 
 import json
@@ -51,7 +51,7 @@ class Span(NamedTuple):
 class Overlap(NamedTuple):
     """The overlap of communication and the backward pass, in seconds.
 
-    `hidden` is the communication during the backward pass. `hideable` is its upper bound: the duration of the
+    `hidden` is the communication during the backward pass. `hideable` is its upper bound, which is the duration of the
     communication or of the backward pass, whichever is shorter.
     """
 
@@ -67,13 +67,13 @@ class Overlap(NamedTuple):
 
 @dataclass(frozen=True)
 class Timeline:
-    """The spans of all ranks, in seconds of rank 0's clock. `link` describes the link that carried the gradients."""
+    """The spans of all ranks, in seconds on rank 0's clock. `link` describes the link that carried the gradients."""
 
     ranks: list[list[Span]]
     link: str
 
     def of(self, rank: int, name: str) -> list[Span]:
-        """Return the spans of a rank with the given name, in order."""
+        """Return a rank's spans with the given name, in chronological order."""
         return sorted((span for span in self.ranks[rank] if span.name == name), key=lambda span: span.start)
 
     def overlap(self, rank: int) -> Overlap:
@@ -81,12 +81,15 @@ class Timeline:
         return overlap(self.ranks[rank])
 
     def save_trace(self, path: Path) -> None:
-        """Write a trace for chrome://tracing or https://ui.perfetto.dev: a process per rank, a thread per lane."""
+        """Write a trace for chrome://tracing or https://ui.perfetto.dev.
+
+        Each rank is a process, and each lane is a thread.
+        """
         write_atomically(path, json.dumps({"traceEvents": list(self._events())}).encode())
 
     @classmethod
     def load_trace(cls, path: Path) -> "Timeline":
-        """Return the timeline that `save_trace` wrote. Its times count from the start of the first span."""
+        """Return the timeline that `save_trace` wrote, with times relative to the start of the first span."""
         events = json.loads(path.read_text())["traceEvents"]
         named = [event for event in events if event["ph"] == "M" and event["name"] == "thread_name"]
         lanes = {(event["pid"], event["tid"]): event["args"]["name"].partition(" (") for event in named}
@@ -113,10 +116,10 @@ class Timeline:
 
 
 class Recorder:
-    """Records phases as spans of the compute lane, and the transfers of a link as spans of the link's lane."""
+    """Recorder of phases, as spans in the compute lane, and of a link's transfers, as spans in the link's lane."""
 
     def __init__(self, link: str = "") -> None:
-        """Start without spans. `link` describes the link."""
+        """Create an empty recorder. `link` describes the link."""
         self.link = link
         self.spans: list[Span] = []
         self._open: dict[str, float] = {}
@@ -137,8 +140,8 @@ class Recorder:
     def close(self) -> None:
         """Split the backward pass of PyTorch's DDP, which returns only after the last all-reduce.
 
-        The time until the last bucket was issued stays backward. The remaining time is spent waiting, and is recorded
-        as `finish`, the phase in which the other variants wait.
+        The time until the last bucket was issued remains in `backward`. The remaining time is spent waiting, and is
+        recorded as `finish`, the phase in which the other variants wait.
         """
         for place, span in enumerate(self.spans):
             within = [each for each in self._issued if span.start <= each.issued <= span.end]
@@ -152,7 +155,8 @@ class Recorder:
 def record(link: Link | None) -> Iterator[Recorder]:
     """Record the phases of this rank and the transfers of `link` while the block runs.
 
-    Raises `ValueError` if `link` is None. For PyTorch's DDP without a hook, use `record_torch`.
+    Raises:
+        ValueError: If `link` is None. For PyTorch's DDP without a hook, use `record_torch`.
     """
     if link is None:
         raise ValueError("torch's DDP has no link to record, because it communicates in C++. Use record_torch().")
@@ -168,9 +172,10 @@ def record(link: Link | None) -> Iterator[Recorder]:
 
 @contextmanager
 def record_torch() -> Iterator[Recorder]:
-    """Record the phases of this rank and the all-reduces of PyTorch's DDP, which come from PyTorch's profiler.
+    """Record the phases of this rank, and the all-reduces of PyTorch's DDP with PyTorch's profiler.
 
-    The profiler uses a different clock. The phases, which both record, determine the difference of the clocks.
+    The profiler uses a different clock. Both the recorder and the profiler record the phases, which determine the
+    clock offset.
     """
     recorder = Recorder(TORCHS_OWN)
     with ExitStack() as stack:
@@ -194,8 +199,9 @@ def _ahead_of_profiler(spans: Sequence[Span], events: Sequence[Any]) -> float:
     """Return the seconds to add to the profiler's times.
 
     Observers are called shortly before the profiler records the start of a phase, and shortly after it records the end.
-    So the difference of the clocks lies between the largest difference at a start and the smallest one at an end. The
-    profiler does not record phases of other threads, such as the thread that writes a checkpoint.
+    Therefore, the clock offset is at least the largest offset measured at a phase's start, and at most the smallest
+    offset measured at a phase's end. The profiler does not record phases of other threads, such as the thread that
+    writes a checkpoint.
     """
     least, most = [], []
     for name in {span.name for span in spans}:
@@ -215,11 +221,10 @@ def gather(world: World, recorder: Recorder) -> Timeline:
 
 
 def clock_offset(world: World, clock: Callable[[], float] = time.monotonic, rounds: int = 16) -> float:
-    """Return the seconds to add to this rank's clock to get rank 0's. Collective.
+    """Return the seconds to add to this rank's clock to get rank 0's time. Collective.
 
-    Each rank in turn asks rank 0 for its time, as in NTP (Mills, 1991), and uses the answer with the shortest round
-    trip. The error is at most half a round trip. On one machine, ranks share a monotonic clock, and the result is about
-    zero.
+    Each rank in turn requests rank 0's time, as in NTP (Mills, 1991), and uses the reply with the shortest round trip.
+    The error is at most half a round trip. On one machine, ranks share a monotonic clock, so the result is about zero.
     """
     require_group(world)
     offset, best = 0.0, float("inf")
@@ -245,10 +250,10 @@ def _time(world: World, seconds: float = 0.0) -> torch.Tensor:
 
 
 def arrivals(module: nn.Module, backward: Callable[[], object]) -> dict[str, float]:
-    """Return the seconds from the start of `backward()` until each gradient is ready, by parameter name, in that order.
+    """Return the time in seconds from the start of `backward()` until each gradient is ready, by parameter name.
 
-    The all-reduce of a gradient could start at that time. Measure without all-reduces, which would delay the backward
-    pass.
+    The names are in chronological order. The all-reduce of a gradient could start at the gradient's time. Measure
+    without all-reduces, because they would delay the backward pass.
     """
     seconds: dict[str, float] = {}
 
@@ -270,23 +275,26 @@ def arrivals(module: nn.Module, backward: Callable[[], object]) -> dict[str, flo
 
 
 def ready_times(buckets: Sequence[Bucket], arrivals: Mapping[str, float]) -> list[float]:
-    """Return the time at which each bucket can start: after its last gradient, and not before the previous bucket."""
+    """Return the time at which each bucket's all-reduce can start.
+
+    An all-reduce can start after the bucket's last gradient is ready, but not before the previous bucket's all-reduce.
+    """
     return list(accumulate((max(arrivals[name] for name in bucket.names) for bucket in buckets), max))
 
 
 def predict_step(
     ready: Sequence[float], all_reduce_seconds: Sequence[float], backward: float, rest: float = 0.0
 ) -> float:
-    """Return the predicted seconds of a step, on a link that carries one bucket at a time.
+    """Return the predicted step time in seconds, on a link that carries one bucket at a time.
 
     The all-reduce of a bucket starts when the bucket is ready and the previous all-reduce has ended. The step ends
     after the backward pass and the last all-reduce.
 
     Args:
-        ready: The seconds from the start of the backward pass until each bucket is ready.
-        all_reduce_seconds: The seconds of each bucket's all-reduce.
-        backward: The seconds of the backward pass.
-        rest: The seconds of a step before and after the backward pass.
+        ready: The time in seconds from the start of the backward pass until each bucket is ready.
+        all_reduce_seconds: The duration of each bucket's all-reduce in seconds.
+        backward: The duration of the backward pass in seconds.
+        rest: The duration of the rest of the step in seconds, before and after the backward pass.
     """
     free = 0.0
     for bucket_ready, seconds in zip(ready, all_reduce_seconds, strict=True):
@@ -295,7 +303,7 @@ def predict_step(
 
 
 def overlap(spans: Sequence[Span]) -> Overlap:
-    """Return how much of the time in the link's lane overlaps with spans named backward."""
+    """Return the overlap of the spans in the link's lane with the spans named backward."""
     carried = _union([(span.start, span.end) for span in spans if span.lane == LINK])
     backward = _union([(span.start, span.end) for span in spans if span.name == "backward"])
     both = sum(max(0.0, min(a[1], b[1]) - max(a[0], b[0])) for a in carried for b in backward)

@@ -1,4 +1,6 @@
-"""Four DDP implementations that average gradients over ranks, with one interface: `forward`, `no_sync`, `finish`.
+"""Four DDP implementations that average gradients over ranks.
+
+All of them have the same interface, which consists of `forward`, `no_sync` and `finish`:
 
     model = data_parallel(module, world, DDPConfig(variant="bucket"))
     with model.no_sync():                  # all micro-batches of a step except the last
@@ -7,9 +9,9 @@
     model.finish()                         # now every rank has the mean of all ranks' gradients
     optimizer.step()
 
-`NaiveDDP` and `FlatDDP` reduce gradients after the backward pass, `BucketDDP` during it, and `TorchDDP` wraps PyTorch's
-implementation. The backward pass computes the gradient of this rank's loss; `finish` stores the mean over ranks in
-`.grad`.
+`NaiveDDP` and `FlatDDP` reduce gradients after the backward pass, and `BucketDDP` reduces them during the backward
+pass. `TorchDDP` wraps PyTorch's implementation. The backward pass computes the gradient of this rank's loss; `finish`
+stores the mean over ranks in `.grad`.
 
 Li et al., "PyTorch Distributed: Experiences on Accelerating Data Parallel Training", VLDB 2020.
 """
@@ -42,12 +44,12 @@ from ddp_tutorial.world import World, require_group
 
 
 class DataParallel(ABC):
-    """A model that is replicated on every rank and trained on each rank's part of the batch.
+    """A model that is replicated on every rank and trained on each rank's share of the batch.
 
-    A wrapper is not an `nn.Module`. The model is `.module`, whose state dict is the one to save. The constructor is
+    A wrapper is not an `nn.Module`. The model is `.module`; save the state dict of `.module`. The constructor is
     collective: the ranks compare their models, and start with rank 0's weights and buffers. A wrapper averages the
-    parameters that are trainable when it is created. Wrap the module again after you unfreeze or replace parameters;
-    the new wrapper replaces the older one.
+    gradients of the parameters that are trainable when the wrapper is created. Wrap the module again after you unfreeze
+    or replace parameters; the new wrapper replaces the older one.
 
     Raises:
         RuntimeError: On every rank, if the ranks have different models or no parameter is trainable.
@@ -61,7 +63,7 @@ class DataParallel(ABC):
     def __init__(
         self, module: nn.Module, world: World, *, find_unused_parameters: bool = False, sync_buffers: bool = True
     ) -> None:
-        """Check that all ranks have the same model, and give them rank 0's weights and buffers.
+        """Check that all ranks have the same model, and broadcast rank 0's weights and buffers.
 
         Args:
             module: The model, on this rank's device.
@@ -73,11 +75,11 @@ class DataParallel(ABC):
         self.module, self.world = module, world
         self.compiled: nn.Module | None = None
         self.find_unused_parameters = find_unused_parameters
-        # A tied parameter has several names and is listed once; a frozen one has no gradient to average.
+        # A tied parameter has several names and is listed once; a frozen parameter has no gradient to average.
         self.trainable = [(name, p) for name, p in module.named_parameters() if p.requires_grad]
         self._frozen = [(name, p) for name, p in module.named_parameters() if not p.requires_grad]
         if not self.trainable:
-            raise RuntimeError("the model has no parameter that requires a gradient: there is nothing to average")
+            raise RuntimeError("the model must contain at least 1 parameter that requires a gradient, got 0")
         self.sync_buffers = sync_buffers
         self._is_replaced = False
         _replace_older(self)
@@ -90,7 +92,7 @@ class DataParallel(ABC):
 
     @cached_property
     def loss_model(self) -> nn.Module:
-        """The model for a loss function. It has the module's class and attributes, but a call runs this wrapper."""
+        """The model for a loss function. It has the module's class and attributes, but calling it runs this wrapper."""
         wrapper = ref(self)
 
         def call(*inputs: Any, **named: Any) -> Any:
@@ -112,7 +114,8 @@ class DataParallel(ABC):
     def compile(self, config: CompileConfig) -> None:
         """Compile the forward passes through this wrapper, and their backward passes, with `torch.compile`.
 
-        `module` itself is unchanged: its own calls are not compiled, and neither are the names in its state dict.
+        `module` itself does not change. Direct calls to `module` are not compiled, and the names in its state dict stay
+        the same.
         """
         self.compiled = cast("nn.Module", torch.compile(self.module, **config.model_dump()))
 
@@ -123,7 +126,10 @@ class DataParallel(ABC):
 
     @property
     def buffers(self) -> list[torch.Tensor]:
-        """The buffers that `finish` broadcasts. The list is not cached: `self.count = self.count + 1` replaces one."""
+        """The buffers that `finish` broadcasts.
+
+        The list is not cached, because an assignment such as `self.count = self.count + 1` replaces a buffer.
+        """
         return list(self.module.buffers()) if self.sync_buffers else []
 
     @abstractmethod
@@ -135,11 +141,11 @@ class DataParallel(ABC):
 
         Raises:
             RuntimeError: On all ranks, if a parameter has no gradient on some rank and `find_unused_parameters` is
-                False. Also if parameters were unfrozen, or a newer wrapper was created.
+                False. Also raised if parameters were unfrozen, or if a newer wrapper was created.
         """
 
     def check(self) -> None:
-        """Raise `RuntimeError` if this wrapper would miss gradients."""
+        """Raise `RuntimeError` if this wrapper would not average all gradients."""
         if self._is_replaced:
             raise RuntimeError(
                 "this wrapper was replaced: its parameters were wrapped again later. Use the newest wrapper. To train "
@@ -148,12 +154,12 @@ class DataParallel(ABC):
         require_frozen(self._frozen, "Wrap the model again")
 
     def detach(self) -> None:
-        """Stop averaging gradients, because a newer wrapper does. From now on, using this wrapper raises an error."""
+        """Stop averaging gradients, because a newer wrapper averages them. Using this wrapper now raises an error."""
         self._is_replaced = True
 
 
 def with_call(module: nn.Module, call: Callable[..., Any]) -> nn.Module:
-    """Return an object that shares the class and all attributes of `module`, and for which a call runs `call`."""
+    """Return an object with the class and all attributes of `module` that runs `call` when it is called."""
     kind = type(module)
     own = {"__call__": lambda _, *inputs, **named: call(*inputs, **named), "__module__": kind.__module__}
     view: nn.Module = object.__new__(type(kind.__name__, (kind,), own))
@@ -162,7 +168,7 @@ def with_call(module: nn.Module, call: Callable[..., Any]) -> nn.Module:
 
 
 def require_frozen(named: Iterable[tuple[str, nn.Parameter]], advice: str) -> None:
-    """Raise `RuntimeError` if a parameter requires a gradient that was frozen when the model was wrapped."""
+    """Raise `RuntimeError` if a parameter that was frozen when the model was wrapped now requires a gradient."""
     unfrozen = [name for name, parameter in named if parameter.requires_grad]
     if unfrozen:
         raise RuntimeError(
@@ -177,9 +183,10 @@ _wrappers: WeakSet[DataParallel] = (
 
 
 def _replace_older(wrapper: DataParallel) -> None:
-    """Detach older wrappers that share parameters with `wrapper`, if either acts in the backward pass.
+    """Detach older wrappers that share parameters with `wrapper`.
 
-    Otherwise gradients would be averaged twice.
+    An older wrapper is detached only if it or `wrapper` acts in the backward pass. Otherwise, gradients are not
+    averaged twice.
     """
     parameters = {parameter for _, parameter in wrapper.trainable}
     for older in list(_wrappers):
@@ -191,7 +198,7 @@ def _replace_older(wrapper: DataParallel) -> None:
 
 
 class NaiveDDP(DataParallel):
-    """The simplest version: one all-reduce per parameter, one after the other, after the backward pass."""
+    """The simplest implementation, which runs one all-reduce per parameter after the backward pass."""
 
     link: Link
 
@@ -215,7 +222,10 @@ class NaiveDDP(DataParallel):
 
 
 class FlatDDP(DataParallel):
-    """All gradients in one flat buffer: one all-reduce after the backward pass, so its latency is paid once."""
+    """An implementation that copies all gradients into one flat buffer.
+
+    It runs one all-reduce after the backward pass, so the latency is paid only once.
+    """
 
     link: Link
 
@@ -237,12 +247,13 @@ class FlatDDP(DataParallel):
 
 
 class BucketDDP(DataParallel):
-    """Buckets whose all-reduce starts as soon as they are full, while the backward pass continues with earlier layers.
+    """An implementation with buckets, whose all-reduces overlap with the backward pass.
 
-    The backward pass reaches the last layers first, so the first bucket contains the parameters that were registered
-    last. After the first step, the buckets are rebuilt in the order in which gradients arrived. All ranks start the
-    buckets in the same order, regardless of the order of their gradients, because all-reduces are matched by order, not
-    by name.
+    The all-reduce of a bucket starts as soon as the bucket is full, while the backward pass continues with earlier
+    layers. The backward pass reaches the last layers first, so the first bucket contains the parameters that were
+    registered last. After the first step, the buckets are rebuilt in the order in which gradients arrived. All ranks
+    start the buckets in the same order, regardless of the order of their gradients, because all-reduces are matched by
+    order, not by name.
     """
 
     link: Link
@@ -256,7 +267,7 @@ class BucketDDP(DataParallel):
         Args:
             module: The model, on this rank's device.
             world: The ranks.
-            hook: Reduces a bucket.
+            hook: The hook that reduces a bucket.
             bucket_cap_mb: Bucket size in MiB; by default, 1 for the first bucket and 25 for the others.
             options: The options of `DataParallel`.
         """
@@ -288,7 +299,7 @@ class BucketDDP(DataParallel):
         self._expect()
 
     def _expect(self) -> None:
-        """Start a step, in which no gradient has arrived and no all-reduce has started."""
+        """Reset the state for a new step, in which no gradient has arrived and no all-reduce has started."""
         self._missing = [len(bucket.parameters) for bucket in self.buckets]
         self._arrived: dict[int, None] = {}  # a set that keeps its order
         self._pending: list[Pending] = []
@@ -318,8 +329,8 @@ class BucketDDP(DataParallel):
         """
         if index in self._arrived:  # its bucket may be in an all-reduce; adding to it would corrupt the sum
             raise RuntimeError(
-                f"parameter {self.trainable[index][0]!r} got a second gradient before finish(). Run all but the last "
-                "backward of a step inside no_sync(). If a checkpointed layer is used twice, use "
+                f"parameter {self.trainable[index][0]!r} received a second gradient before finish(). Run all but the "
+                "last backward pass of a step inside no_sync(). If a checkpointed layer is used twice, use "
                 "checkpoint(..., use_reentrant=False)."
             )
         if not self._sync:
@@ -336,7 +347,7 @@ class BucketDDP(DataParallel):
             self._pending.append(self.hook.start(self.buckets[following]))
 
     def finish(self) -> None:
-        """Start the remaining buckets, wait for all of them, and rebuild the buckets after the first step."""
+        """Start the remaining all-reduces, wait for all of them, and rebuild the buckets after the first step."""
         try:
             for index in range(len(self.trainable)):
                 if index not in self._arrived:  # not used in this backward pass, but maybe in an earlier micro-batch
@@ -354,7 +365,10 @@ class BucketDDP(DataParallel):
         broadcast_tensors(self.world, self.buffers)
 
     def _rebuild(self) -> None:
-        """Rebuild the buckets in the order in which rank 0's gradients arrived, then add the gradients that did not."""
+        """Rebuild the buckets in the order in which rank 0's gradients arrived.
+
+        Parameters whose gradients did not arrive are placed last.
+        """
         self._rebuilt = True
         never = [index for index in range(len(self.trainable))[::-1] if index not in self._arrived]
         self._build(from_rank_zero(self.world, [*self._arrived, *never]))
@@ -365,7 +379,10 @@ class BucketDDP(DataParallel):
 
 
 def _arrive_at(arrive: WeakMethod[Callable[[int], None]], index: int, *_: object) -> None:
-    """Call `arrive` unless its `BucketDDP` has been garbage-collected: an autograd graph can keep its hook alive."""
+    """Call `arrive` unless its `BucketDDP` has been garbage-collected.
+
+    An autograd graph can keep the hook alive longer than the `BucketDDP`.
+    """
     if (method := arrive()) is not None:
         method(index)
 
@@ -373,9 +390,9 @@ def _arrive_at(arrive: WeakMethod[Callable[[int], None]], index: int, *_: object
 class TorchDDP(DataParallel):
     """PyTorch's `DistributedDataParallel`. Its backward pass waits for the all-reduces.
 
-    Two guarantees of `finish` are different. Buffers are broadcast before the next forward pass instead of in `finish`.
-    And `finish` raises an error for unused parameters only on the ranks that did not use them; the other ranks may wait
-    in the backward pass until the collective timeout.
+    Two guarantees of `finish` differ from those of the other wrappers. Buffers are broadcast before the next forward
+    pass instead of in `finish`. For unused parameters, `finish` raises an error only on the ranks that did not use
+    them. The other ranks may wait in the backward pass until the collective timeout.
     """
 
     acts_in_backward = True
@@ -394,7 +411,7 @@ class TorchDDP(DataParallel):
         if world.size == 1:
             return
         gpu = [world.device.index] if world.device.type == "cuda" else None
-        if config.shared_memory:  # the config allows no hook beside it
+        if config.shared_memory:  # the config does not allow a hook in addition
             self.link = SharedMemory.connect(world, (p for p in module.parameters() if p.requires_grad))
         self.ddp = DistributedDataParallel(
             module,
@@ -418,8 +435,8 @@ class TorchDDP(DataParallel):
     def compile(self, config: CompileConfig) -> None:
         """Compile the module inside torch's DDP, which splits the graph at its buckets.
 
-        `torch.compile(ddp)` produces the same graphs. But it also traces `DistributedDataParallel.forward`, which
-        breaks the graph and excludes `fullgraph` (torch 2.13).
+        `torch.compile(ddp)` produces the same graphs. However, it also traces `DistributedDataParallel.forward`, which
+        breaks the graph and rules out `fullgraph` (torch 2.13).
         """
         super().compile(config)
         if self.ddp is not None:
@@ -435,7 +452,7 @@ class TorchDDP(DataParallel):
                 yield
 
     def finish(self) -> None:
-        """Check that all parameters have a gradient. The backward pass has averaged them."""
+        """Check that all parameters have a gradient. The backward pass has already averaged the gradients."""
         self.check()
         unused = [name for name, parameter in self.trainable if parameter.grad is None]
         if self.ddp is not None and unused and not self._allows_unused:
@@ -463,14 +480,15 @@ def data_parallel(
     """Wrap `module` so that its gradients are averaged over the ranks of `world`. Collective.
 
     Args:
-        module: The model. It may be compiled already, by `torch.compile(module)` or `module.compile()`.
+        module: The model. It may already be compiled, by `torch.compile(module)` or `module.compile()`.
         world: The ranks.
-        config: Chooses the implementation, and its options.
-        compilation: The options of `torch.compile`. By default, the wrapper compiles nothing.
+        config: The implementation and its options.
+        compilation: The options of `torch.compile`. By default, the wrapper does not compile the model.
 
     Raises:
-        ConfigError: If the model is to be compiled and is compiled already, or if its buckets are too small for that.
-        RuntimeError: On every rank, if the ranks hold different models or nothing is trainable.
+        ConfigError: If `compilation` is given for a model that is already compiled, or if the buckets are too small for
+            a compiled model.
+        RuntimeError: On every rank, if the ranks have different models or no parameter is trainable.
     """
     config = config or DDPConfig()
     if compilation or is_compiled(module):
@@ -484,11 +502,11 @@ def data_parallel(
 
 
 def require_uncompiled(module: nn.Module) -> None:
-    """Raise `ConfigError` if `module` is compiled already."""
+    """Raise `ConfigError` if `module` is already compiled."""
     if is_compiled(module):
         raise ConfigError(
-            "'compile' must be false for a model that is compiled already: pass the model without torch.compile, or "
-            "use compile=false"
+            "'compile' must be false for a model that is already compiled: pass the uncompiled model, or set "
+            "compile=false"
         )
 
 
@@ -514,7 +532,7 @@ def make_link(config: DDPConfig, world: World) -> Link:
 
 
 def make_hook(link: Link, world: World, config: DDPConfig) -> Hook:
-    """Return the hook that `config` names. With one rank nothing is sent, so nothing is compressed."""
+    """Return the hook that `config` names. A single rank sends nothing, so its hook does not compress."""
     if config.hook == "none" or world.size == 1:
         return AllReduceHook(link)
     if config.hook == "powersgd":
@@ -526,8 +544,8 @@ def sync_initial_state(module: nn.Module, world: World) -> None:
     """Check that all ranks have the same model, then broadcast rank 0's weights and buffers. Collective.
 
     Raises:
-        RuntimeError: On every rank, with the first difference. Without the check, an all-reduce could sum tensors of
-            different shapes, and gloo would not raise an error.
+        RuntimeError: On every rank, if the models differ. The message contains the first difference. Without this
+            check, an all-reduce could sum tensors of different shapes, and gloo would not raise an error.
     """
     require_group(world)
     layouts = all_gather(world, _layout(module))
@@ -535,7 +553,7 @@ def sync_initial_state(module: nn.Module, world: World) -> None:
         for number, (first, other) in enumerate(zip_longest(layouts[0], layout, fillvalue="nothing")):
             if first != other:
                 raise RuntimeError(
-                    f"the ranks have different models: at place {number}, rank 0 has {first}, rank {rank} has {other}"
+                    f"the ranks have different models: at index {number}, rank 0 has {first}, rank {rank} has {other}"
                 )
     broadcast_tensors(world, [*module.parameters(), *module.buffers()])
 
@@ -557,7 +575,7 @@ def _layout(module: nn.Module) -> list[str]:
 def all_reduce_used(model: DataParallel, link: Link) -> list[tuple[str, nn.Parameter]]:
     """Return the trainable parameters that have a gradient on some rank. Collective.
 
-    The function runs one all-reduce of one number per parameter.
+    The function runs a single all-reduce, with one number per parameter.
 
     Raises:
         RuntimeError: On all ranks, if a parameter has no gradient on some rank and `find_unused_parameters` is False.
@@ -573,10 +591,10 @@ def all_reduce_used(model: DataParallel, link: Link) -> list[tuple[str, nn.Param
 
 
 def _unused_error(unused: Mapping[int, Sequence[str]]) -> RuntimeError:
-    """Return the error for parameters without a gradient, from their names by rank."""
+    """Return the error that lists, by rank, the parameters without a gradient."""
     listed = "; ".join(f"on rank {rank} {', '.join(map(repr, names))}" for rank, names in unused.items() if names)
     return RuntimeError(
-        f"parameters that got no gradient: {listed}. The loss does not depend on them. Use them, freeze them with "
+        f"parameters that received no gradient: {listed}. The loss does not depend on them. Use them, freeze them with "
         "requires_grad_(False), or allow it with find_unused_parameters=True."
     )
 

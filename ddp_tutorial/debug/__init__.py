@@ -1,7 +1,7 @@
 """Diagnose hangs, diverging replicas, crashes and slow ranks in a running program.
 
 - `recorder` reads the collectives that a rank has entered, and the lines that called them.
-- `hangs` monitors the ranks of a run. If ranks wait for each other forever, it terminates them and reports where.
+- `hangs` monitors a run's ranks. If ranks wait for each other forever, `hangs` reports where, and terminates them.
 - `fingerprints` compares collectives before they run.
 - `faults` injects faults, for example a crash or a delay.
 - `checks` runs detectors in any training loop, before each optimizer step.
@@ -17,7 +17,7 @@ The detectors are in the following modules:
 - `pace` detects stragglers and ranks that wait for data.
 - `memory` detects memory leaks.
 
-All of this is attached from outside with hooks. The rest of the package does not depend on this subpackage.
+Hooks attach all of these tools to a program from outside. The rest of the package does not depend on this subpackage.
 """
 
 import lazy_loader

@@ -7,31 +7,31 @@
             optimizer.zero_grad()
     checks.findings                           # the warnings
 
-The loop itself does not change. Before each optimizer step, every rank records a few numbers about the step. A single
-all-gather exchanges these numbers after each of the first three steps, and then once in `every` steps (default: 20).
-All ranks evaluate the same numbers, step by step, so either all ranks raise an error or none does.
+The loop itself does not change. Before each optimizer step, every rank records a few statistics about the step. A
+single all-gather exchanges these statistics after each of the first three steps, and then once per `every` steps
+(default: 20). All ranks evaluate the same statistics, step by step, so either all ranks raise an error or no rank does.
 
-After the first three steps, no rank waits for the all-gather: the next step evaluates its result. With the default, a
-problem in step 14 is exchanged in step 20 and reported in step 21, as "step 14: ... (seen in step 21)". `every=1`
-reports it in step 14, but costs more. The remaining steps are evaluated before a `Trainer` writes its result, and at
-the end of the block.
+After the first three steps, no rank waits for the all-gather, because the next step evaluates the result. By default,
+the statistics of step 14 are exchanged in step 20. A problem is then reported in step 21, as "step 14: ... (seen in
+step 21)". With `every=1`, the problem is reported in step 14, but the checks cost more. The remaining steps are
+evaluated before a `Trainer` writes its result, and at the end of the block.
 
-A non-finite gradient is handled at once: no rank updates its weights with it. If the gradient is non-finite on all
-ranks, as it is after averaging, all ranks raise the error before the update. If the gradient is non-finite on some
-ranks only, these ranks skip their updates until the numbers are exchanged.
+A non-finite gradient is handled immediately, and no rank updates its weights with that gradient. If the gradient is
+non-finite on all ranks, as is the case after averaging, all ranks raise the error before the update. If the gradient is
+non-finite on some ranks only, these ranks skip their updates until the statistics are exchanged.
 
-The ranks communicate in a separate process group. If a rank does not reach the all-gather, the other ranks wait for it
-in the next step, as they would in the backward pass. Use `watching` around the block to find out where each rank is. If
-a rank has left the block, the other ranks report this in the next step.
+The checks use a separate process group. If a rank does not reach the all-gather, the other ranks wait for it in the
+next step, as they would in the backward pass. Use `watching` around the block to find out where each rank is. If a rank
+has left the block, the other ranks report this in the next step.
 
 Expensive comparisons run only occasionally, or after an alarm. `NonFinite` and `ReplicaDrift` document which problems
 are reported later for this reason.
 
-Outside the block, no hook is attached and there is no overhead. Inside the block, the default detectors made a step of
-45 to 52 ms slower by 1.2 to 2.1 % in five runs (median 1.6 %), and took 1.3 to 2.5 % more CPU time. A step of 5 to 7 ms
-became 9 % slower. These figures are for two ranks on two cores, the first for 0.8 million parameters. In a comparison
-of steps without checks, the times differed by up to 0.8 %, and single repeats by 2 to 3 %. `python -m ddp_tutorial
-bench debug` measures the cost of each detector and of all detectors together.
+Outside the block, no hook is attached and there is no overhead. Inside the block, the default detectors slowed a step
+of 45 to 52 ms by 1.2 to 2.1 % in five runs (median 1.6 %), and increased the CPU time by 1.3 to 2.5 %. They slowed a
+step of 5 to 7 ms by 9 %. All figures are for two ranks on two cores; the longer step trains 0.8 million parameters. In
+a control comparison without any checks, the times differed by up to 0.8 %, and individual repeats by 2 to 3 %. `python
+-m ddp_tutorial bench debug` measures the cost of each detector and of all detectors together.
 """
 
 import logging
@@ -65,7 +65,7 @@ from ddp_tutorial.world import World, require_group
 
 LOG = logging.getLogger(__name__)
 
-_FIRST = 3  # number of initial steps with an exchange in each step, because most bugs appear there
+_FIRST = 3  # number of initial steps that each include an exchange, because most bugs appear in them
 _TIMEOUT = 1.0  # seconds to wait for other ranks at a point that some ranks may never reach
 _FINAL_TIMEOUT = 5.0
 
@@ -74,11 +74,11 @@ class _Sent(NamedTuple):
     """An exchange in progress.
 
     Attributes:
-        rows: The rows of this rank.
+        rows: This rank's rows, one per step.
         on_exchanged: The detectors that exchange additional values.
-        sizes: The number of values in the rows, and then for each of these detectors.
-        of_ranks: The values of all ranks [ranks, numbers], valid after the work completes.
-        work: The all-gather. None if there is only one rank.
+        sizes: The number of values in the rows, followed by the number of values of each detector in `on_exchanged`.
+        of_ranks: The values of all ranks, as a tensor [ranks, values]. The tensor is valid after `work` completes.
+        work: The work handle of the all-gather, or None if there is only one rank.
     """
 
     rows: list[list[float]]
@@ -113,7 +113,7 @@ class Checks:
         self.detectors, self.strict, self.every = list(detectors), strict, every
         self.findings: list[Finding] = []
         self._store: dist.Store | None = None
-        self._rows: list[list[float]] = []  # for each step since the last exchange: its number and the local reports
+        self._rows: list[list[float]] = []  # per step since the last exchange: step number, local reports
         self._sent: _Sent | None = None
         self._listening = ExitStack()
         self._first = self.program.step
@@ -146,7 +146,7 @@ class Checks:
                 stack.push(self._record_exit)
                 names = self.program.gather([each.name for each in self.detectors])
                 if any(each != names[0] for each in names):
-                    raise ValueError(f"the ranks have different detectors: {names}")
+                    raise ValueError(f"all ranks must use the same detectors, got {names}")
             for each in self.detectors:
                 each.attach(self.program)
             self._listen()
@@ -174,9 +174,10 @@ class Checks:
 
     @contextmanager
     def detached(self) -> Iterator[None]:
-        """Detach all hooks inside the context: steps are neither checked nor counted.
+        """Detach all hooks inside the context, so that steps are neither checked nor counted.
 
-        Either all ranks must enter the context or none. A benchmark uses it to alternate steps with and without checks.
+        Either all ranks or no rank must enter the context. A benchmark uses this method to alternate steps with and
+        without checks.
         """
         self._listening.close()
         try:
@@ -185,22 +186,22 @@ class Checks:
             self._listen()
 
     def _record_exit(self, kind: type[BaseException] | None, *_: object) -> None:
-        """Record in the store that this rank has left the block, unless an exception ends the block."""
+        """Record in the store that this rank has left the block, unless the block raised an exception."""
         if kind is None and self._store is not None:
-            with suppress(RuntimeError):  # the store no longer exists, and neither do the other ranks
+            with suppress(RuntimeError):  # the store and the other ranks no longer exist
                 self._store.set(str(self.program.world.rank), str(self.program.step - 1))
         group, self.program.group = self.program.group, None
         with suppress(RuntimeError, ValueError):
-            # destroy_process_group would wait for the all-gather, up to the timeout of a collective.
+            # destroy_process_group would wait for the all-gather, up to the collective timeout.
             if self._sent and self._sent.work:
                 self._sent.work.wait(timedelta(seconds=_TIMEOUT))
             dist.destroy_process_group(group)
 
     def _before_update(self, *_: Any) -> None:
-        """Record the numbers of this step, and exchange them if an exchange is due.
+        """Record this step's statistics, and exchange them with the other ranks when due.
 
-        The next step evaluates the result. The exchange is evaluated at once in the first steps, and if the gradient is
-        non-finite on all ranks.
+        The next step evaluates the exchange. In the first steps, and if the gradient is non-finite on all ranks, the
+        exchange is evaluated immediately.
         """
         if self._sent:
             self._evaluate()
@@ -226,7 +227,7 @@ class Checks:
                 self._hide_gradients()
 
     def _after_update(self, *_: Any) -> None:
-        """Restore hidden gradients, run the detectors that follow an update, and count the step."""
+        """Restore the hidden gradients, run the detectors that check the updated state, and count the step."""
         while self._hidden:
             parameter, gradient = self._hidden.pop()
             parameter.grad = gradient
@@ -236,7 +237,7 @@ class Checks:
         self.program.taken += 1
 
     def _evaluate(self) -> None:
-        """Evaluate the numbers since the last exchange, and exchange them first if necessary. Collective."""
+        """Evaluate the exchanged statistics. If no exchange is in progress, start one first. Collective."""
         if not self._sent:
             self._send()
         of_ranks, on_exchanged = self._received()
@@ -258,7 +259,7 @@ class Checks:
         """Raise `CheckError` because the ranks update in different steps.
 
         Args:
-            steps: The step of each rank's next update. 0 stands for a rank without a row.
+            steps: The step number of each rank's next update, or 0 for a rank without a row.
         """
         description = ", ".join(f"rank {rank} in step {step:.0f}" for rank, step in enumerate(steps) if step)
         message = f"the ranks do not update their weights in the same steps: {description}"
@@ -267,9 +268,10 @@ class Checks:
         raise CheckError(finding)
 
     def _send(self) -> None:
-        """Start to exchange the rows since the last exchange, and the detectors' additional values. Collective.
+        """Start an all-gather of the rows since the last exchange and the detectors' additional values. Collective.
 
-        The number of values is always the same, so a rank with fewer rows is reported instead of waited for.
+        The number of values is always the same, so a rank with fewer rows is reported and does not block the other
+        ranks.
         """
         rows, self._rows = self._rows, []
         if self.program.world.size == 1:
@@ -303,7 +305,7 @@ class Checks:
         ]
 
     def _before_result(self, edge: PhaseEvent) -> None:
-        """Evaluate the last steps before a `Trainer` writes its result, so that their alarms prevent the result."""
+        """Evaluate the last steps before a `Trainer` writes its result, so that an error prevents the result."""
         if edge.name == "result" and edge.entered:
             self._evaluate_rest()
 
@@ -325,9 +327,10 @@ class Checks:
             self._is_over = False
 
     def _all_arrive(self, place: str, seconds: float) -> bool:
-        """Return whether all ranks reach `place` within `seconds`, where a collective might wait forever.
+        """Return whether all ranks reach `place` within `seconds`.
 
-        All ranks that reach `place` get the same answer. The other ranks do not have to answer.
+        A collective might wait forever instead. All ranks that reach `place` get the same answer. The other ranks do
+        not have to respond.
         """
         size, store = self.program.world.size, self._store
         if store is None:
@@ -342,7 +345,7 @@ class Checks:
         return False
 
     def _hide_gradients(self) -> None:
-        """Remove the gradients until after the update: an optimizer does not change a parameter without a gradient."""
+        """Remove the gradients until after the update, because an optimizer skips parameters without a gradient."""
         for group in self.program.optimizer.param_groups:
             for parameter in group["params"]:
                 if parameter.grad is not None:
@@ -353,7 +356,7 @@ class Checks:
         """Raise `CheckError` if a connection was lost because a rank has left the block after fewer steps."""
         if not lost_connection(error):
             return
-        gone: dict[int, int] = {}  # rank -> the last step before it left
+        gone: dict[int, int] = {}  # rank -> its last step before it left the block
         with suppress(RuntimeError):
             for rank in range(self.program.world.size):
                 if self._store is not None and self._store.check([str(rank)]):
@@ -407,10 +410,10 @@ def checking(
 ) -> Iterator[Checks]:
     """Check each step of `optimizer` inside the context. Collective.
 
-    All steps are checked. The ranks exchange their observations in each of the first three steps, and then once in
+    All steps are checked. The ranks exchange their observations in each of the first three steps, and then once per
     `every` steps. An exchange after the first three steps is evaluated in the following step. A problem is therefore
-    reported up to `every` steps later, with the number of its own step. The last steps are evaluated at the end of the
-    block.
+    reported up to `every` steps later, with the number of the step in which it occurred. The last steps are evaluated
+    at the end of the block.
 
     `optimizer.step()` raises `CheckError` on all ranks if a finding is an error. Other findings are logged as warnings
     on rank 0.

@@ -35,13 +35,14 @@ class Fault(Config):
     - `raise`: Raise `InjectedError`.
     - `hang`: Sleep forever.
     - `delay`: Sleep for `seconds`.
-    - `corrupt`: Change one number of this rank's first gradient. Use a phase after the gradients have been averaged.
+    - `corrupt`: Change one element of this rank's first gradient. Use a phase after the gradients have been averaged.
     - `nan`: Make this rank's gradient NaN before the gradients are reduced.
-    - `skip`: Skip this rank's next call of `torch.distributed.all_reduce`.
+    - `skip`: Skip this rank's next call to `torch.distributed.all_reduce`.
     - `leak`: In this and every later step, allocate `megabytes` and keep them.
-    - `oom`: Run out of memory: during the forward pass for the phase "forward", otherwise at the start of the phase.
-    - `kill_worker`: Send SIGKILL to a data loading worker of this rank.
-    - `fill_disk`: From now on, every durable write of this rank fails.
+    - `oom`: Run out of memory at the start of the phase. For the phase "forward", run out of memory during the phase
+      instead.
+    - `kill_worker`: Send SIGKILL to one of this rank's data-loading workers.
+    - `fill_disk`: Make every later durable write on this rank fail.
     """
 
     action: Action = Field(description="What happens; see the user guide.")
@@ -52,7 +53,7 @@ class Fault(Config):
     megabytes: float = Field(10.0, gt=0, description="Size of a leak per step.")
 
     def __str__(self) -> str:
-        """Return the action, rank, step and phase as text."""
+        """Return a description of the action, rank, step and phase."""
         return f"{self.action} on rank {self.rank} in step {self.step}, at {self.phase}"
 
 
@@ -97,5 +98,5 @@ class FaultyConfig(TaskConfig):
 
     @property
     def remarks(self) -> list[str]:
-        """Remarks of the config, including one for each fault."""
+        """The config's remarks, including one for each fault."""
         return [*super().remarks, *(f"injected fault: {fault}" for fault in self.faults)]

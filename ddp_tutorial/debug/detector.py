@@ -1,4 +1,4 @@
-"""The base class of detectors, their findings, and the program that they check.
+"""Define the base class of detectors, their findings, and the program that they check.
 
 `checks` runs the detectors. Each detector has its own module.
 """
@@ -20,21 +20,21 @@ from ddp_tutorial.debug.instrumentation import SHORT, Observable, StepObservatio
 from ddp_tutorial.world import World
 
 T = TypeVar("T")
-LocalReport = Sequence[Sequence[float]]  # the numbers of each rank, in rank order
+LocalReport = Sequence[Sequence[float]]  # the reported values of each rank, in rank order
 
 
 @dataclass(frozen=True)
 class Finding:
-    """A problem that a detector has found, the same on all ranks.
+    """A problem that a detector has found. The finding is the same on all ranks.
 
     Attributes:
         detector: The name of the detector.
         step: The optimizer step with the problem, counted from 1.
         ranks: The ranks with the problem.
         message: A description of the problem.
-        severity: An "error" is raised as `CheckError`, a "warning" is logged.
-        where: The name of the tensor, parameter, module or phase.
-        seen: The step in which the ranks exchanged the observation, if it is later than `step`. Otherwise 0.
+        severity: An "error" is raised as `CheckError`; a "warning" is logged.
+        where: The name of the tensor, parameter, module or phase with the problem.
+        seen: The step in which the ranks exchanged the observation if that step is later than `step`; otherwise 0.
     """
 
     detector: str
@@ -57,7 +57,7 @@ def named(ranks: Sequence[int]) -> str:
 
 
 class CheckError(FailedError):
-    """A check has found an error that makes the rest of the run useless. Raised on all ranks in the same step."""
+    """Raised when a check finds an error that invalidates the rest of the run, on all ranks in the same step."""
 
     def __init__(self, finding: Finding) -> None:
         """Store the finding and use it as the message."""
@@ -65,12 +65,12 @@ class CheckError(FailedError):
         self.finding = finding
 
     def __reduce__(self) -> tuple[type, tuple[Finding]]:
-        """Pickle the exception by its finding."""
+        """Pickle the exception as its class and its finding."""
         return CheckError, (self.finding,)
 
 
 class Program:
-    """The program that is checked, as one rank sees it: its optimizer and its model without the wrapper."""
+    """The checked program on one rank, with its optimizer and its model (without the data-parallel wrapper)."""
 
     def __init__(
         self,
@@ -98,11 +98,11 @@ class Program:
         self._sizes: Sequence[float | torch.Tensor] = ()
 
     def gradient(self) -> float:
-        """Return one number for all gradients that the update will use, cached for each step.
+        """Return one number that represents all gradients of the update. The number is cached for each step.
 
         The number is computed from the averaged gradients. It is the same on ranks with the same gradients, and almost
-        always different otherwise. It is non-finite if a gradient is, or if the sum or the squares of a gradient
-        overflow.
+        always different otherwise. It is non-finite if a gradient is non-finite, or if the sum or the squares of a
+        gradient overflow.
         """
         if self._gradient_of != self.taken:
             self._sizes = _sizes(self.gradients())
@@ -112,7 +112,7 @@ class Program:
     def gradient_sizes(self) -> Sequence[float | torch.Tensor]:
         """Return the numbers that `gradient` sums, in the order of `named_gradients`.
 
-        They are the sums of the gradients' elements on the CPU, and norms on a GPU.
+        On the CPU, each number is the sum of a gradient's elements. On a GPU, it is the gradient's norm.
         """
         self.gradient()
         return self._sizes
@@ -133,7 +133,7 @@ class Program:
         return (self._after() if callable(self._after) else self._after + self.taken) + 1
 
     def gather_numbers(self, numbers: torch.Tensor) -> torch.Tensor:
-        """Return the numbers of all ranks. Collective.
+        """Return the tensors of all ranks as one tensor. Collective.
 
         Args:
             numbers: A CPU tensor [n] with the same length and type on all ranks.
@@ -147,11 +147,11 @@ class Program:
         return rows
 
     def start_gather(self, numbers: torch.Tensor) -> tuple[torch.Tensor, dist.Work | None]:
-        """Start `gather_numbers` without waiting. Collective.
+        """Start `gather_numbers` asynchronously. Collective.
 
         Returns:
-            The rows and the work. The rows are valid after the work completes. The work is None if there is only one
-            rank.
+            The result and its work handle. The result is valid after the work completes. The handle is None if there is
+            only one rank.
         """
         rows = numbers.new_empty(self.world.size, len(numbers))
         if self.world.size == 1:
@@ -193,15 +193,15 @@ def _sum(sizes: Sequence[float | torch.Tensor]) -> float:
 
 
 class Detector:
-    """Checks one property of each optimizer step. A subclass overrides the methods that it needs.
+    """Base class for a check of one property of each optimizer step. Subclasses override the methods that they need.
 
     A detector belongs to one `checking` block at a time.
 
     Attributes:
         name: The name of the detector in its findings.
         size: The number of values that `local_report` returns.
-        observes: The observations that the detector needs; see `Instrumentation`.
-        program: The program that is checked, set by `attach`.
+        observes: The observations that the detector requires; see `Instrumentation`.
+        program: The checked program, which `attach` sets.
     """
 
     name: ClassVar[str]
@@ -220,7 +220,10 @@ class Detector:
         """Observe the output of the model after each forward pass in training."""
 
     def local_report(self, observation: StepObservation) -> Sequence[float]:
-        """Return `size` numbers that describe this rank's step. Called before each update. Local; must be cheap."""
+        """Return `size` numbers that describe this rank's step.
+
+        The method is called before each update. It must be fast, and must not call collectives.
+        """
         return ()
 
     def is_urgent(self) -> bool:
@@ -228,34 +231,35 @@ class Detector:
         return False
 
     def check(self, step: int, reports: LocalReport) -> list[Finding]:
-        """Return the findings of a step, from the numbers of all ranks.
+        """Evaluate the reports of all ranks for one step, and return the findings.
 
-        All ranks call this method with the same arguments, step by step, after the ranks have exchanged the numbers. It
-        runs before the update of `self.program.step`, which is `step` or a later step. It may call collectives such as
-        `self.program.gather` if the decision to call them depends only on the arguments.
+        After the ranks have exchanged their reports, all ranks call this method with the same arguments, step by step.
+        The call precedes the update of `self.program.step`, which is `step` or a later step. The method may call
+        collectives such as `self.program.gather` if the decision to call them depends only on the arguments.
 
         Args:
-            step: The step of the numbers.
+            step: The step that the reports describe.
             reports: The result of `local_report` on each rank.
         """
         return []
 
     def values_to_exchange(self) -> torch.Tensor | None:
-        """Return 64-bit integers to exchange together with the local reports, the same number on each rank, or None.
+        """Return 64-bit integers to exchange with the local reports, or None.
 
-        Use this method for values that do not fit into the `size` numbers of a step.
+        All ranks must return the same number of integers. Use this method for values that do not fit into the `size`
+        numbers of a step.
         """
         return None
 
     def on_exchanged(self, step: int, of_ranks: torch.Tensor) -> list[Finding]:
-        """Return the findings from the exchanged values.
+        """Evaluate the exchanged values, and return the findings.
 
         Args:
-            step: The last step of the exchange.
-            of_ranks: The values of all ranks [ranks, n].
+            step: The last step that the exchange covers.
+            of_ranks: The values of all ranks, as a tensor [ranks, n].
         """
         return []
 
     def after_update(self, step: int) -> list[Finding]:
-        """Return the findings after the update of `step`. May be collective."""
+        """Check the state after the optimizer update in step `step`, and return the findings. May be collective."""
         return []

@@ -1,10 +1,10 @@
-"""Inject faults: a rank crashes, raises an error, hangs, is delayed, or corrupts its data.
+"""Inject faults that make a rank crash, raise an error, hang, pause, or corrupt its data.
 
     with inject_faults(world, Fault(action="kill", rank=1, step=3, phase="backward")):
         train(world)
 
-A fault occurs at the start of a phase (see `phases`), so the training code does not need to know about faults. A fault
-that does not occur is logged as a warning, for example if the run ends before the fault's step.
+A fault occurs at the start of a phase (see `phases`), so the training code does not depend on this module. If a fault
+does not occur, for example because the run finishes before the fault's step, a warning is logged.
 """
 
 import errno
@@ -34,27 +34,27 @@ MIB = 1 << 20
 
 
 class InjectedError(RuntimeError):
-    """The error that the action "raise" raises."""
+    """Raised by the action "raise"."""
 
 
 def check_ranks(faults: Sequence[Fault], ranks: int) -> None:
     """Raise `ConfigError` if a fault's rank does not exist among `ranks` ranks."""
     for fault in faults:
         if fault.rank >= ranks:
-            raise ConfigError(f"fault '{fault}': 'rank' must be below the number of ranks, {ranks}")
+            raise ConfigError(f"fault '{fault}': 'rank' must be below the number of ranks ({ranks}), got {fault.rank}")
 
 
 @contextmanager
 def inject_faults(world: World, *faults: Fault, model: nn.Module | None = None) -> Iterator[None]:
     """Inject this rank's `faults` inside the context.
 
-    A fault of this rank that has not occurred is logged as a warning. This happens when a `Trainer` has written its
-    result, or otherwise at the end of the block.
+    If a fault of this rank has not occurred, a warning is logged. With a `Trainer`, the warning follows the result;
+    otherwise, it is logged at the end of the block.
 
     Args:
         world: The ranks.
         *faults: The faults of all ranks.
-        model: The model. Required by the actions "corrupt", "nan" and "oom".
+        model: The model, which the actions "corrupt", "nan" and "oom" require.
 
     Raises:
         ConfigError: If a fault's rank does not exist, or if a fault requires `model`.
@@ -62,7 +62,7 @@ def inject_faults(world: World, *faults: Fault, model: nn.Module | None = None) 
     check_ranks(faults, world.size)
     for fault in faults:
         if fault.action in {"corrupt", "nan", "oom"} and model is None:
-            raise ConfigError(f"fault '{fault}': pass the model, as in inject_faults(world, fault, model=model)")
+            raise ConfigError(f"fault '{fault}' requires the model: use inject_faults(world, fault, model=model)")
     with ExitStack() as stack:
         for fault in faults:
             if fault.rank == world.rank:
@@ -72,7 +72,7 @@ def inject_faults(world: World, *faults: Fault, model: nn.Module | None = None) 
 
 
 class _FaultInjector:
-    """Observes phases until the fault is due and executes its action."""
+    """Observer of phase events that executes the fault's action when the fault is due."""
 
     def __init__(self, fault: Fault, model: nn.Module | None, stack: ExitStack) -> None:
         """Store the arguments.
@@ -80,7 +80,7 @@ class _FaultInjector:
         Args:
             fault: A fault of this rank.
             model: The model, if given.
-            stack: Undoes the effects of the action at the end of the block.
+            stack: Exit stack that undoes the action's effects at the end of the block.
         """
         self._fault, self._model, self._stack = fault, model, stack
         self._data = self._own = 0  # how often the phase "data" and the fault's phase have started
@@ -151,7 +151,9 @@ class _FaultInjector:
     def _kill_worker(self) -> None:
         workers = multiprocessing.active_children()
         if not workers:
-            raise ConfigError(f"fault '{self._fault}': this rank has no worker that reads data: use source.workers=1")
+            raise ConfigError(
+                f"fault '{self._fault}' requires a data-loading worker, but this rank has none. Set source.workers=1"
+            )
         workers[0].kill()
 
     def _take_all_memory(self) -> None:
@@ -159,14 +161,14 @@ class _FaultInjector:
         torch.empty(1 << 50, dtype=torch.uint8, device=next(self._parameters()).device)
 
     def _parameters(self) -> Iterator[nn.Parameter]:
-        assert self._model is not None, "inject has checked it"
+        assert self._model is not None, "inject_faults requires the model"
         return (parameter for parameter in self._model.parameters() if parameter.requires_grad)
 
 
 @contextmanager
 def _fail_in_next_forward(model: nn.Module | None, fail: Callable[[], None]) -> Iterator[None]:
     """Call `fail` at the end of the model's next forward pass."""
-    assert model is not None, "inject has checked it"
+    assert model is not None, "inject_faults requires the model"
 
     def fail_at_end(*_: object) -> None:
         hook.remove()
@@ -181,7 +183,7 @@ def _fail_in_next_forward(model: nn.Module | None, fail: Callable[[], None]) -> 
 
 @contextmanager
 def _skip_next_all_reduce() -> Iterator[None]:
-    """Make the next call of `dist.all_reduce` in this process return without effect."""
+    """Make the next call to `dist.all_reduce` in this process return without effect."""
     real: Callable[..., object] = dist.all_reduce
 
     def restore() -> None:
@@ -199,7 +201,7 @@ def _skip_next_all_reduce() -> Iterator[None]:
 
 
 class _CompletedWork:
-    """The work of the skipped collective."""
+    """Work handle of the skipped collective."""
 
     def wait(self) -> bool:
         """Return True at once."""

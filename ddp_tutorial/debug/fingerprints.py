@@ -6,9 +6,10 @@
     CollectiveError: the ranks pass different tensors to the same all_reduce. Rank 0 waits in all_reduce [5] float (File
     "train.py", line 5, in step); rank 1 waits in all_reduce [3] float (File "train.py", line 5, in step).
 
-Before each collective, a rank writes its fingerprint to the shared store: operation, sizes, types, root, and calling
-line. It then compares the fingerprints that other ranks have already written. No rank waits for this comparison. A
-collective completes after the last rank has entered it, and the last rank sees the fingerprints of all other ranks.
+Before each collective, a rank writes a fingerprint to the shared store. The fingerprint contains the operation, sizes,
+types, root and calling line. The rank then compares it with the fingerprints that other ranks have already written. No
+rank waits for this comparison. A collective completes only after the last rank has entered it, and the last rank sees
+the fingerprints of all other ranks.
 
 PyTorch's TORCH_DISTRIBUTED_DEBUG=DETAIL also compares collectives, but does not report lines. With PyTorch 2.13, gloo
 and `DistributedDataParallel`, it causes a segmentation fault.
@@ -46,8 +47,8 @@ def fingerprinted(world: World) -> Iterator[None]:
     """Compare each collective of this thread with the other ranks inside the context, before the collective starts.
 
     This includes the collectives that `DistributedDataParallel` starts in the backward pass. All ranks must enter the
-    context at the same place. Use it for debugging only: every PyTorch operation passes through Python, and each
-    collective accesses the store. A compiled model runs without `torch.compile` inside the context.
+    context at the same place. Use the context for debugging only, because every PyTorch operation passes through
+    Python, and each collective accesses the store. A compiled model runs without `torch.compile` inside the context.
 
     Raises:
         CollectiveError: On the last rank that enters a collective that does not match. The other ranks wait, and
@@ -63,7 +64,7 @@ def fingerprinted(world: World) -> Iterator[None]:
 
 
 class _Fingerprints(TorchDispatchMode):
-    """Intercepts every PyTorch operation of this thread. Collectives are operations in the namespace c10d."""
+    """Dispatch mode that intercepts this thread's PyTorch operations. Collectives are operations in namespace c10d."""
 
     def __init__(self, world: World, block: int) -> None:
         """Connect to the store.

@@ -7,10 +7,10 @@
     CollectiveError: the order of collectives differs. Rank 0 waits in all_reduce [3] (File "train.py", line 5, in
     step); rank 1 waits in broadcast [3] (File "train.py", line 7, in step).
 
-A thread on each rank polls PyTorch's flight recorder. It sets an alarm in the shared store if its rank has waited in
-one collective for `seconds`, or if PyTorch has raised an error. Every rank then publishes the collectives that it has
-entered, the lines that called them, and its current line. All ranks reach the same verdict. This uses no collective, so
-it works while the main thread of a rank is blocked in one.
+A thread on each rank polls PyTorch's flight recorder. The thread sets an alarm in the shared store if its rank has
+waited in one collective for `seconds`, or if PyTorch has raised an error. Every rank then publishes the collectives
+that it has entered, the lines that called them, and its current line. All ranks reach the same verdict. This procedure
+uses no collectives, so it works while a rank's main thread is blocked in a collective.
 """
 
 import itertools
@@ -37,7 +37,7 @@ LOG = logging.getLogger(__name__)
 
 # Interval at which a rank checks whether it waits, and whether there is an alarm.
 LOOK_SECONDS = 0.25
-# Duration of the measurement of a rank's CPU use, the share that counts as busy, and the timeout of an answer.
+# Duration in seconds of a CPU usage measurement, the usage above which a rank is busy, and the timeout for an answer.
 BUSY_SECONDS, BUSY_SHARE = 0.3, 0.1
 ANSWER_SECONDS = 1.5
 # One rank reports the error. The other ranks exit after this time if that rank has not terminated the run.
@@ -65,10 +65,10 @@ class RankStatus:
 
     Attributes:
         calls: The last collectives that the rank has entered.
-        lines: The current line of its main thread.
-        is_busy: Whether it uses the CPU.
-        members: The ranks of each process group that it belongs to.
-        left: How the rank has left the block, if it has. An "idle" rank may return.
+        lines: The current line of the rank's main thread, in the format of `Call.lines`.
+        is_busy: Whether the rank uses the CPU.
+        members: Dict from the name of each of the rank's process groups to the group's ranks.
+        left: How the rank left the block, or "" if it has not left. An "idle" rank may return.
     """
 
     calls: tuple[Call, ...]
@@ -95,11 +95,11 @@ class Diagnosis:
     - "shape": The ranks have passed tensors of different sizes or types to the same collective.
     - "absent": Some ranks have not entered the collective and do not compute.
     - "slow": Some ranks have not entered the collective but compute, so this is not a hang.
-    - "failed": Some ranks have raised an error of their own.
+    - "failed": Some ranks have raised their own error.
     - "none": No difference was found.
 
     Attributes:
-        kind: The kind of the problem.
+        kind: The kind of problem.
         verdict: The problem in one sentence.
         table: A table of collectives by rank. A marker points to the first row in which the ranks differ.
         collective: The group and the number of the first collective in which the ranks differ.
@@ -126,8 +126,8 @@ class Diagnosis:
 def watching(world: World, seconds: float = 30.0) -> Iterator["Watch"]:
     """Monitor the collectives of all ranks inside the context.
 
-    All ranks must enter the context equally often. Monitoring itself uses no collective. The ranks are inspected if a
-    rank waits in one collective for `seconds`, or gets an error from PyTorch.
+    All ranks must enter the context the same number of times. Monitoring itself uses no collectives. The ranks are
+    inspected if a rank waits in one collective for `seconds`, or if PyTorch raises an error on a rank.
 
     If the collectives do not match, one rank exits with `CollectiveError`, which `launch` raises as a `RankError`.
     Without `launch`, the error is printed to stderr and the exit code is 1. If the ranks wait for a rank that computes,
@@ -136,7 +136,7 @@ def watching(world: World, seconds: float = 30.0) -> Iterator["Watch"]:
 
     Args:
         world: The ranks.
-        seconds: The time that a rank may wait in one collective.
+        seconds: The maximum time in seconds that a rank may wait in one collective.
 
     Yields:
         The `Watch` of this rank.
@@ -157,7 +157,7 @@ def watching(world: World, seconds: float = 30.0) -> Iterator["Watch"]:
         yield watch
     except RuntimeError as error:
         if not isinstance(error, FailedError):
-            reason: Reason = "wait" if lost_connection(error) else "error"  # it waited for a rank that exited
+            reason: Reason = "wait" if lost_connection(error) else "error"  # this rank waited for a rank that exited
             found = watch.inspect(reason)
             if found.explains(reason):
                 watch.close("well")
@@ -182,7 +182,7 @@ class Watch(threading.Thread):
 
         Args:
             world: The ranks.
-            seconds: The time that a rank may wait in one collective.
+            seconds: The maximum time in seconds that a rank may wait in one collective.
             number: The number of the block, the same on all ranks.
         """
         super().__init__(name="watching", daemon=True)
@@ -197,7 +197,7 @@ class Watch(threading.Thread):
 
     def run(self) -> None:
         """Poll for waits and alarms until this rank leaves the block."""
-        with suppress(RuntimeError):  # the store no longer exists, and neither do the other ranks
+        with suppress(RuntimeError):  # the store and the other ranks no longer exist
             calls()  # the first call in a process imports torch's compiler, which may take longer than ANSWER_SECONDS
             while not self._left.wait(min(LOOK_SECONDS, self.seconds / 4)):
                 if self._store.check([f"alarm {self._alarm}"]):
@@ -262,7 +262,7 @@ class Watch(threading.Thread):
             return
         if found.explains(reason) and not may_be_slow:
             if reason == "error" or self.world.rank != speaker:
-                time.sleep(SPEAK_SECONDS)  # the main thread of the rank with the error reports more
+                time.sleep(SPEAK_SECONDS)  # the main thread of the rank with the error reports more details
             exit_with(CollectiveError(str(found)))
         if found.kind == "slow" and not was_slow and self.world.rank == speaker:
             LOG.warning("%s", found.verdict)
@@ -284,7 +284,7 @@ def _standing() -> RankStatus:
 
 
 def uses_cpu() -> bool:
-    """Return whether this process uses the CPU, measured for `BUSY_SECONDS`."""
+    """Measure for `BUSY_SECONDS` whether this process uses the CPU."""
     before = time.process_time()
     time.sleep(BUSY_SECONDS)
     return time.process_time() - before > BUSY_SHARE * BUSY_SECONDS
@@ -297,7 +297,7 @@ def diagnose(statuses: Mapping[int, RankStatus | None]) -> Diagnosis:
     """Find the first collective in which the ranks differ.
 
     Args:
-        statuses: The state of each rank, or None for a rank that does not answer.
+        statuses: The state of each rank, or None for a rank that does not respond.
     """
     known = [each for each in statuses.values() if each is not None]
     for group in dict.fromkeys(call.group for each in known for call in each.calls):
@@ -311,7 +311,7 @@ def diagnose(statuses: Mapping[int, RankStatus | None]) -> Diagnosis:
 
 
 def _numbers(standings: Sequence[RankStatus], group: str) -> range:
-    """Return the numbers of the collectives that can be compared. Each rank keeps only its last ones."""
+    """Return the numbers of the collectives that can be compared. Each rank keeps only its latest collectives."""
     of_ranks = [[call.number for call in each.calls if call.group == group] for each in standings]
     kept = [numbers for numbers in of_ranks if numbers]
     return range(max(numbers[0] for numbers in kept), max(numbers[-1] for numbers in kept) + 1)
@@ -392,7 +392,7 @@ def _sentence(parts: Sequence[str]) -> str:
 
 
 def _table(standings: Mapping[int, RankStatus | None], group: str, number: int) -> str:
-    """Format the collectives before and at the difference, with a column for each rank."""
+    """Return a table of the collectives up to the first difference, with a column for each rank."""
     header = ["", "collective", *(f"rank {rank}" for rank in standings)]
     rows = [header]
     for row in range(max(1, number - _ROWS_BEFORE), number + 1):

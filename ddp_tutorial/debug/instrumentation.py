@@ -1,4 +1,4 @@
-"""Record what one rank observes in an optimizer step, with hooks that are attached to its model from outside.
+"""Record one rank's observations of an optimizer step, with hooks that are attached to its model from outside.
 
     with Instrumentation(model, {"forwards", "gradients"}) as instrumentation:
         loss(model(batch)).backward()
@@ -6,9 +6,10 @@
         seen.trace                 # PhaseMark("backward", "2.bias", norm), PhaseMark("backward", "2.weight", norm), ...
         seen.in_full(model, device)  # ("forward", "0", norm of the output), ("forward", "1", norm), ...
 
-A hook computes the norm of a tensor but does not read it on a GPU, because reading would synchronize the CPU with the
-GPU. Norms of all outputs would add 10 % to a step. The hooks therefore record only the inputs of each forward pass, and
-`in_full` computes the outputs again on request. Evaluation and other code without gradients is not recorded.
+On a GPU, a hook computes the norm of a tensor but does not read the norm, because reading would synchronize the CPU
+with the GPU. Computing the norms of all outputs would increase the step time by 10 %. The hooks therefore record only
+the inputs of each forward pass, and `in_full` recomputes the outputs on request. Evaluation and other code without
+gradients is not recorded.
 """
 
 import math
@@ -44,8 +45,8 @@ class PhaseMark(NamedTuple):
 
     Attributes:
         phase: The phase that produced the tensor.
-        name: The module, or the parameter of a gradient.
-        norm: The norm. A number if it was computed on the CPU.
+        name: The name of the module, or of the parameter whose gradient is measured.
+        norm: The norm, which is a float if it was computed on the CPU, and a tensor otherwise.
     """
 
     phase: Phase
@@ -55,14 +56,14 @@ class PhaseMark(NamedTuple):
 
 @dataclass(frozen=True)
 class Forward:
-    """The inputs and the state of a forward pass, from which it can be computed again.
+    """The inputs and the state that are required to repeat a forward pass.
 
     Attributes:
-        place: The index in the trace at which the marks of this forward pass belong.
+        place: The index in the trace at which this forward pass's marks are inserted.
         inputs: The positional arguments.
         named: The keyword arguments.
-        random: The state of PyTorch's random number generator on the device that computes.
-        autocast: Whether autocast is enabled, and its type.
+        random: The state of PyTorch's random number generator on the model's device.
+        autocast: Whether autocast is enabled, and its dtype.
     """
 
     place: int
@@ -72,10 +73,10 @@ class Forward:
     autocast: tuple[bool, torch.dtype]
 
     def again(self, module: nn.Module, device: torch.device) -> list[PhaseMark]:
-        """Compute the forward pass again and return the norms of all outputs, in the order in which they are computed.
+        """Repeat the forward pass, and return the norms of all outputs in the order of computation.
 
         If the forward pass fails, the result contains the norms up to the failure. The buffers and the random number
-        generator are restored. Collective if the model's forward pass is.
+        generator are restored. Collective if the model's forward pass is collective.
         """
         marks: list[PhaseMark] = []
         last: Any = None
@@ -107,14 +108,14 @@ class Forward:
 
 @dataclass
 class StepObservation:
-    """What a rank has observed since its last optimizer step, in chronological order.
+    """A rank's observations since its last optimizer step, in chronological order.
 
     Attributes:
         trace: The norms.
         losses: The indices of the losses in the trace.
         forwards: The forward passes.
-        seconds: The time of each phase. "data" is the wait for data. "backward" ends with this rank's last gradient, so
-            it does not include waits for other ranks. "step" is the time between two optimizer steps.
+        seconds: The time of each phase in seconds. "data" is the wait for data. "backward" ends with this rank's last
+            gradient, so it does not include waits for other ranks. "step" is the time between two optimizer steps.
     """
 
     trace: list[PhaseMark] = field(default_factory=list)
@@ -124,7 +125,7 @@ class StepObservation:
 
     @cached_property
     def norms(self) -> list[float]:
-        """The norms of the trace as numbers."""
+        """The norms of the trace as floats."""
         norms = [mark.norm for mark in self.trace]
         on_gpu = [norm.double() for norm in norms if isinstance(norm, torch.Tensor)]
         if not on_gpu or len(on_gpu) < len(norms):
@@ -133,9 +134,9 @@ class StepObservation:
         return values
 
     def in_full(self, module: nn.Module, device: torch.device) -> list[tuple[Phase, str, float]]:
-        """Return the trace with the outputs of each forward pass, which are computed again.
+        """Repeat each forward pass, and return the trace with the norms of all outputs.
 
-        The weights must still be those of the step. Collective if the model's forward pass is.
+        The weights must not have changed since the step. Collective if the model's forward pass is collective.
         """
         marks = list(self.trace)
         for forward in reversed(self.forwards):
@@ -164,7 +165,7 @@ class StepObservation:
 
 
 class Instrumentation:
-    """A context manager that attaches hooks to a model. A compiled model runs without `torch.compile` inside it."""
+    """Context manager that attaches hooks to a model. A compiled model runs without `torch.compile` in the context."""
 
     def __init__(
         self,
@@ -179,8 +180,8 @@ class Instrumentation:
         Args:
             module: The model without its data-parallel wrapper.
             observes: The observations to record.
-            begins: Called with the inputs before each forward pass in training.
-            ends: Called with the output after each forward pass in training.
+            begins: Functions to call with the inputs before each forward pass in training.
+            ends: Functions to call with the output after each forward pass in training.
             device: The device of the model.
         """
         self.module, self.observes, self.device = module, frozenset(observes), device
@@ -236,8 +237,8 @@ class Instrumentation:
     def _gradient_hook(self, name: str, parameter: nn.Parameter) -> Any:
         """Register a hook on the autograd node that accumulates into `.grad`.
 
-        There, the gradient is this rank's own gradient, after the parameter's hooks and before any code that reads
-        `.grad`.
+        At this node, the hook receives this rank's own gradient, after the parameter's hooks and before any code that
+        reads `.grad`.
         """
         node: Any = get_gradient_edge(parameter).node
         hook = node.register_prehook(self._gradient(name))
@@ -266,7 +267,7 @@ class Instrumentation:
         if "forwards" in self.observes:
             for leaf in [output] if isinstance(output, torch.Tensor) else tree_leaves(output):
                 if isinstance(leaf, torch.Tensor) and leaf.grad_fn is not None:
-                    # Records the gradient of the output. leaf.register_hook would be several times slower.
+                    # This hook records the output's gradient. leaf.register_hook would be several times slower.
                     leaf.grad_fn.register_prehook(partial(self._note, "loss", OUTPUT, leaf.output_nr))
         now = time.perf_counter()
         self._seen.seconds["forward"] += now - self._mark
@@ -327,7 +328,7 @@ class Instrumentation:
             if edge.entered:
                 self._phase_since = now
                 self._data_before = self._seen.seconds["data"]
-            else:  # replaces the time of a loader inside the phase
+            else:  # replaces the time of a DataLoader inside the phase
                 self._seen.seconds["data"] = self._data_before + now - self._phase_since
 
 
@@ -350,7 +351,7 @@ def _read_if_on_cpu(value: torch.Tensor) -> torch.Tensor | float:
 def norm_of(tensor: torch.Tensor) -> torch.Tensor:
     """Return the 2-norm in float32 or higher precision.
 
-    The norm is not finite if a number is not finite, or if numbers exceed about 1e19.
+    The norm is not finite if an element is not finite, or if elements exceed about 1e19.
     """
     values = tensor.detach()
     if values.is_sparse:
@@ -374,7 +375,7 @@ def _observe_losses(see: Callable[[torch.Tensor, float], object]) -> Iterator[No
     """Call `see` inside the context with each loss on which `backward()` is called, and its loss scale.
 
     `loss.backward()` looks up `torch.autograd.backward` on each call. If the backward pass starts at several tensors,
-    the first one is the loss, unless it has its own gradient.
+    the first tensor is the loss, unless a gradient is passed for it.
     """
     real, real_scale, real_forward = torch.autograd.backward, torch.amp.GradScaler.scale, StepLoss.forward
     factor = 1.0

@@ -1,8 +1,8 @@
 """Detect ranks that keep more memory after each step, and the tensors responsible.
 
-A memory leak ends a run after hours, but its slope is visible after a minute. Listing all live tensors takes about a
-tenth of a second. The detector therefore lists them only twice, after it has found a slope. The tensors that have
-increased in number between the two lists are the leak.
+A memory leak crashes a run after hours, but its slope is visible after a minute. Listing all live tensors takes about a
+tenth of a second. The detector therefore lists them only twice, after it has found a slope. The leaked tensors are
+those that have increased in number between the two lists.
 """
 
 import gc
@@ -31,11 +31,12 @@ _MOST_TOLD = 3
 
 
 class MemoryGrowth(Detector):
-    """Detects ranks whose private memory grows by more than `mb_per_step`, in each quarter of the last `window` steps.
+    """Detector of ranks whose private memory grows by more than `mb_per_step`, in each quarter of `window` steps.
 
-    On a GPU, PyTorch's allocated memory is checked as well. A finding is reported ten steps after it was detected. It
-    lists the tensors that have increased in number during these steps, by shape and type, as reported by Python's
-    garbage collector (see `live_tensors`). Shared memory, such as a memory-mapped file, does not count.
+    The detector considers the last `window` steps. On a GPU, it also checks PyTorch's allocated memory. A finding is
+    reported ten steps after the growth was detected. It lists the tensors that have increased in number during these
+    steps, by shape and type, as reported by Python's garbage collector (see `live_tensors`). Shared memory, such as a
+    memory-mapped file, is not counted.
 
     Attributes:
         peak_mb: The peak memory of each rank so far.
@@ -119,11 +120,11 @@ class MemoryGrowth(Detector):
 
 
 class Kind(NamedTuple):
-    """The properties by which tensors are counted together.
+    """The properties by which live tensors are grouped.
 
     Attributes:
         shape: The shape.
-        dtype: The type.
+        dtype: The dtype.
         device: The device.
         has_graph: Whether the tensors are the outputs of an autograd graph.
     """
@@ -134,23 +135,24 @@ class Kind(NamedTuple):
     has_graph: bool
 
     def __str__(self) -> str:
-        """Return the properties as text."""
+        """Return a description of the properties."""
         where = "" if self.device == "cpu" else f" on {self.device}"
         graph = " with its autograd graph" if self.has_graph else ""
         return f"{list(self.shape)} {str(self.dtype).removeprefix('torch.')}{where}{graph}"
 
 
 class LiveTensors(NamedTuple):
-    """The number of tensors of one kind and their bytes. Shared memory counts for the largest tensor that uses it."""
+    """The number and the total bytes of one kind of tensors. A shared storage counts only for its largest tensor."""
 
     number: int = 0
     nbytes: int = 0
 
 
 def live_tensors() -> dict[Kind, LiveTensors]:
-    """Return all tensors on this rank that are held by Python objects, as listed by the garbage collector.
+    """Count this rank's tensors that Python objects hold, according to the garbage collector.
 
-    Tensors that are held only by C++ are not included, such as the activations of a graph. The output of the graph is.
+    Tensors that only C++ holds, such as the activations of an autograd graph, are not included. The graph's output is
+    included.
     """
     numbers: Counter[Kind] = Counter()
     largest: dict[int, tuple[int, int, Kind]] = {}  # storage -> bytes of the largest tensor, bytes of the storage, kind
@@ -184,9 +186,9 @@ def describe_growth(before: Mapping[Kind, LiveTensors], now: Mapping[Kind, LiveT
 
 
 class ProcessMemory:
-    """Returns the number of bytes that only this process uses, on each call.
+    """Callable that returns the number of bytes that only this process uses.
 
-    On Linux, /proc/self/statm stays open, because reading it takes 1 microsecond and psutil takes 70.
+    On Linux, /proc/self/statm stays open, because reading this file takes 1 microsecond, and psutil takes 70.
     """
 
     def __init__(self) -> None:

@@ -1,13 +1,13 @@
-"""Locate the first NaN or infinity: its rank, its phase, and its module or parameter.
+"""Locate the rank, the phase, and the module or parameter of the first NaN or infinity.
 
-After the gradients have been reduced, a NaN on one rank is on all ranks. Each rank therefore records the norms of the
+The reduction of the gradients spreads a NaN from one rank to all ranks. Each rank therefore records the norms of the
 losses and gradients before the reduction. An infinity is not a problem unless it reaches an update. For example, masks
-contain infinities, and float16 overflows under a `GradScaler`. An alarm is therefore set only before an update, and the
-recorded norms then show the origin.
+contain infinities, and float16 overflows under a `GradScaler`. An alarm is therefore raised only before an update, and
+the recorded norms then show the origin.
 
-The outputs of modules are not recorded. After an alarm, each rank repeats its forward passes of this step, with the
-same inputs, weights and random numbers, and checks all outputs. The weights are still those of the step, because the
-alarm precedes the update. If only some ranks have a non-finite gradient, the alarm is later, and only the recorded
+Module outputs are not recorded. After an alarm, each rank repeats its forward passes of this step, with the same
+inputs, weights and random numbers, and checks all outputs. The weights are still those of the step, because the alarm
+precedes the update. If only some ranks have a non-finite gradient, the alarm is raised later, and only the recorded
 norms show the origin.
 """
 
@@ -23,10 +23,10 @@ _PHASES = ("update", "forward", "loss", "backward")
 
 
 class NonFinite(Detector):
-    """Checks in each step that the gradient is finite; no rank updates its weights with a non-finite gradient.
+    """Detector of non-finite gradients. No rank updates its weights with a non-finite gradient.
 
-    If the gradient is non-finite on all ranks, as it is after averaging, the error is raised before the update. If it
-    is non-finite on some ranks only, the error is raised when the ranks exchange their numbers.
+    If the gradient is non-finite on all ranks, as is the case after averaging, the error is raised before the update.
+    If it is non-finite on some ranks only, the error is raised when the ranks exchange their statistics.
 
     The inputs of the forward passes are kept until the update. If a repeated forward pass differs, the reported origin
     may be the loss or a gradient instead of the module, but the rank is correct. This happens if the model uses
@@ -64,7 +64,7 @@ class NonFinite(Detector):
         return []
 
     def check(self, step: int, reports: LocalReport) -> list[Finding]:
-        """Return an error with the origin if the gradient of a rank is not finite. Collective."""
+        """Return an error that contains the origin if a rank's gradient is not finite. Collective."""
         recorded = self._first_norms.pop(step, None)
         if not any(numbers[0] for numbers in reports):
             return []
@@ -87,7 +87,7 @@ class NonFinite(Detector):
         ]
 
     def _origin(self, seen: StepObservation) -> tuple[str, str] | None:
-        """Return phase and name of the first non-finite value on this rank. Collective if the forward pass is."""
+        """Locate this rank's first non-finite value. Collective if the forward pass is collective."""
         # All ranks repeat the forward pass, because it may contain collectives.
         trace = seen.in_full(self.program.module, self.program.world.device)
         return self._first_nonfinite_parameter() or next(

@@ -13,9 +13,9 @@ from ddp_tutorial.debug.detector import Detector, Finding, LocalReport, Program,
 from ddp_tutorial.debug.hash_weights import hash_weights, numpy_hash_weights
 from ddp_tutorial.debug.instrumentation import StepObservation
 
-# Maximum number of samples to remember. Then the comparison starts over.
+# Maximum number of samples to remember before the comparison starts over.
 _MOST = 500_000
-# Maximum number of 64-bit numbers to read from a sample. From larger samples, evenly spaced numbers are read.
+# Maximum number of 64-bit numbers to read from a sample. In larger samples, evenly spaced numbers are read.
 _NUMBERS = 1 << 14
 # Number of consecutive steps in which two ranks share half of their samples, and minimum number of shared samples.
 _STEPS, _SAMPLES = 3, 3
@@ -26,14 +26,15 @@ Steps = Sequence[Sequence[int]]  # the sample hashes of one rank for each step
 
 
 class DataOverlap(Detector):
-    """Detects samples that two ranks use in the same step or in the same epoch.
+    """Detector of samples that two ranks use in the same step or in the same epoch.
 
-    The sample hashes are exchanged together with the other numbers, so this detector does not need its own collective.
+    The sample hashes are exchanged together with the other statistics, so this detector requires no additional
+    collective.
 
-    A sample is a row of the model's inputs during training. The detector does not need to know when an epoch ends: it
-    starts over when a rank uses one of its own samples again. Within an epoch, no sample should be used twice. A few
-    duplicates are allowed, because samplers pad, and samples may be drawn with replacement. Samples with random
-    augmentation differ each time, so their duplicates are not detected.
+    A sample is a row of the model's inputs during training. The detector does not need to know when an epoch ends,
+    because it starts over when a rank uses one of its own samples again. Within an epoch, no sample should be used
+    twice. A few duplicates are allowed, because samplers may pad the data or draw samples with replacement. Samples
+    with random augmentation differ each time, so their duplicates are not detected.
     """
 
     name: ClassVar[str] = "overlap"
@@ -55,16 +56,16 @@ class DataOverlap(Detector):
             self._now.append(rows_hashed(inputs))
 
     def local_report(self, observation: StepObservation) -> Sequence[float]:
-        """Finish the hashes of this step. Return no numbers."""
+        """Store the hashes of this step. Return no numbers."""
         if not self._is_done:
             self._mine.append(self._now)
             self._now = []
         return ()
 
     def values_to_exchange(self) -> torch.Tensor | None:
-        """Return the number of pending values, and as many of them as fit; the next exchange sends the rest.
+        """Return the number of pending values, followed by the values that fit. The next exchange sends the rest.
 
-        The values of a step are the number of its samples and their hashes.
+        The values of a step are the number of samples and the sample hashes.
         """
         if self._is_done:
             return None
@@ -92,7 +93,7 @@ class DataOverlap(Detector):
         return [Finding(self.name, step, ranks, message, "warning", "data")]
 
     def _steps(self) -> list[Steps]:
-        """Remove and return the samples of the steps that all ranks have sent completely, for each rank."""
+        """Remove and return each rank's samples from the steps that all ranks have sent completely."""
         of_ranks = []
         for pending in self._incomplete:
             steps, place = [], 0
@@ -132,7 +133,7 @@ class Epoch:
         self._twice: Counter[tuple[int, int]] = Counter()  # pair of ranks -> number of samples that both used
 
     def add(self, of_ranks: Sequence[Steps]) -> tuple[tuple[int, ...], str] | None:
-        """Add the samples of some steps for each rank. Return the ranks and a message if they overlap."""
+        """Add each rank's samples from several steps. If ranks overlap, return these ranks and a message."""
         for steps in zip(*of_ranks, strict=False):
             for pair in combinations(range(self.size), 2):
                 if self._share_a_step(pair, steps):
@@ -180,7 +181,7 @@ class Epoch:
 
 
 class SameRandomNumbers(Detector):
-    """Detects ranks that draw the same random numbers in the forward pass, for example for dropout.
+    """Detector of ranks that draw the same random numbers in the forward pass, for example for dropout.
 
     The detector compares the states of the random number generator in the first three steps and then in every tenth
     step, if the forward pass draws random numbers. Ranks with the same state draw the same numbers in every step.
@@ -197,13 +198,13 @@ class SameRandomNumbers(Detector):
         self._has_told = False
 
     def before_forward(self, inputs: tuple[Any, ...]) -> None:
-        """Record the state of the random number generator if a comparison is due."""
+        """Store the state of the random number generator if a comparison is due."""
         step = self.program.step
         if step < self._first + _STEPS or step % 10 == 0:
             self._before = self._state()
 
     def after_forward(self, output: Any) -> None:
-        """Keep the recorded state if the forward pass has drawn random numbers."""
+        """Keep the stored state if the forward pass has drawn random numbers."""
         if not self._drawn and self._before and self._state() != self._before:
             self._drawn = self._before
         self._before = 0
@@ -214,7 +215,7 @@ class SameRandomNumbers(Detector):
         return [float(drawn)]
 
     def check(self, step: int, reports: LocalReport) -> list[Finding]:
-        """Return a finding, once, if two ranks had the same state."""
+        """Return a finding the first time that two ranks have the same state."""
         by_state: defaultdict[float, list[int]] = defaultdict(list)
         for rank, [state] in enumerate(reports):
             if state:
@@ -263,7 +264,7 @@ def _rows_hashed(inputs: Any) -> torch.Tensor:
         words = words[:, :: -(-words.shape[1] // _NUMBERS)]
     weights = hash_weights(words.shape[1], words.device)
     if words.device.type == "cpu":
-        return torch.mv(words, weights)  # the same sum; GPUs lack it for integers
+        return torch.mv(words, weights)  # the same sum, because GPUs do not support integer products
     return (words * weights).sum(1)
 
 

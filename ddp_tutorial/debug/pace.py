@@ -9,12 +9,12 @@ from ddp_tutorial.runs.summaries import straggler
 
 # The first steps open files and allocate memory.
 _WARM_UP = 2
-# Shorter waits in a step, in seconds, are not reported.
+# Minimum wait per step, in seconds, that is reported.
 _WORTH_TELLING = 0.005
 
 
 class _OverAWindow(Detector):
-    """Sums the seconds of all ranks by phase, and evaluates the sums once in `window` steps."""
+    """Base class of detectors that sum each rank's phase times over `window` steps, and then evaluate the sums."""
 
     observes: ClassVar[frozenset[Observable]] = frozenset({"seconds"})
     phases: ClassVar[tuple[str, ...]]
@@ -41,11 +41,11 @@ class _OverAWindow(Detector):
         self._has_told = False
 
     def local_report(self, observation: StepObservation) -> Sequence[float]:
-        """Return the seconds of each phase on this rank."""
+        """Return the time of each phase on this rank, in seconds."""
         return [observation.seconds.get(name, 0.0) for name in self.phases]
 
     def check(self, step: int, reports: LocalReport) -> list[Finding]:
-        """Add the seconds of all ranks, and evaluate them at the end of a window until there is a finding."""
+        """Add the phase times of all ranks. Until there is a finding, evaluate the sums at the end of each window."""
         if self._has_told or step < self._from:
             return []
         self._sums = [[a + b for a, b in zip(*each, strict=True)] for each in zip(self._sums, reports, strict=True)]
@@ -63,13 +63,13 @@ class _OverAWindow(Detector):
 
         Args:
             step: The last step of the window.
-            seconds: The seconds of each rank, by phase.
+            seconds: Dict from phase to the time of each rank in seconds.
         """
         raise NotImplementedError
 
 
 class Straggler(_OverAWindow):
-    """Detects a rank that is slow in the same phase in two consecutive windows, so that the other ranks wait.
+    """Detector of a rank that is slow in the same phase in two consecutive windows, so that the other ranks wait.
 
     The detector measures the time that a rank spends on its own work: waiting for data, the forward pass, and the
     backward pass up to its own last gradient.
@@ -93,7 +93,7 @@ class Straggler(_OverAWindow):
         self._suspect: tuple[int, str] | None = None
 
     def check_window(self, step: int, seconds: dict[str, list[float]]) -> Finding | None:
-        """Return a finding if the same rank and phase are slow as in the window before."""
+        """Return a finding if the same rank is slow in the same phase as in the previous window."""
         found = slow_rank(seconds)
         suspect, self._suspect = self._suspect, found and found[:2]
         if found is None or suspect != found[:2]:
@@ -107,7 +107,7 @@ class Straggler(_OverAWindow):
 
 
 def slow_rank(seconds: dict[str, list[float]]) -> tuple[int, str, float] | None:
-    """Return the rank, phase and lost seconds according to `runs.summaries.straggler`, or None.
+    """Return the rank, phase and lost time in seconds according to `runs.summaries.straggler`, or None.
 
     In `runs.summaries`, the backward pass includes waits for other ranks. Here it contains only the rank's own work, so
     it is added to the forward pass.
@@ -124,7 +124,7 @@ def slow_rank(seconds: dict[str, list[float]]) -> tuple[int, str, float] | None:
 
 
 class DataStarvation(_OverAWindow):
-    """Detects ranks that spend more than `limit` of their time waiting for data.
+    """Detector of ranks that spend more than `limit` of their time waiting for data.
 
     A wait is the time until a `DataLoader` returns the next batch, or the time of the phase "data".
     """

@@ -1,7 +1,7 @@
-"""Read PyTorch's flight recorder: the collectives that this rank has entered, and the lines that called them.
+"""Read the collectives that this rank has entered, and their calling lines, from PyTorch's flight recorder.
 
-PyTorch keeps the last 2,000 collectives of a process (TORCH_FR_BUFFER_SIZE). This includes gloo's collectives, and
-those that DDP starts in C++. Each record contains the number of the collective in its group, the sizes and the Python
+PyTorch keeps the last 2,000 collectives of a process (TORCH_FR_BUFFER_SIZE). These include gloo's collectives, and the
+collectives that DDP starts in C++. Each record contains the collective's number in its group, the sizes and the Python
 stack.
 """
 
@@ -28,7 +28,7 @@ _RANK = rank_module.__file__  # outer frames only start the rank
 
 @dataclass(frozen=True)
 class Line:
-    """A line of the program that called a collective, or that is being executed."""
+    """A program line that called a collective, or that a thread is executing."""
 
     file: str
     number: int
@@ -41,7 +41,7 @@ class Line:
 
 @dataclass(frozen=True)
 class Call:
-    """A collective as one rank has entered it. Ranks in step give it the same number in its group.
+    """A collective that one rank has entered. Ranks that are in step assign the same number to it.
 
     Attributes:
         group: The name of the process group.
@@ -49,7 +49,7 @@ class Call:
         op: The operation, such as "all_reduce" or "broadcast".
         sizes: The sizes of the inputs.
         dtypes: The types of the inputs.
-        lines: The calling lines: first in this package, if there is one, then in the user's program.
+        lines: The calling line in this package, if there is one, followed by the calling line in the user's program.
         done: Whether the collective has completed.
     """
 
@@ -63,7 +63,7 @@ class Call:
 
     @property
     def what(self) -> str:
-        """Operation and sizes as text, for example "all_reduce [3]"."""
+        """Description of the operation and sizes, for example "all_reduce [3]"."""
         return " ".join([self.op, *(str(list(size)) for size in self.sizes)])
 
 

@@ -1,9 +1,9 @@
-"""Check that all ranks have the same weights, by checksums of parameters, optimizer state and buffers.
+"""Check that all ranks have the same weights, by comparing checksums of parameters, optimizer state and buffers.
 
-Replicas start with equal weights and get the same gradients, so they stay bitwise identical. The check therefore has no
-tolerance. Each rank sends one number that depends on all bits. If the numbers differ, the ranks compare the tensors one
-by one. Reading all bits is the most expensive check. It therefore runs only occasionally, and at once if the ranks have
-exchanged averaged gradients that differ.
+Replicas start with identical weights and receive the same gradients, so they stay bitwise identical. The check
+therefore has no tolerance. Each rank sends one number that depends on all bits. If the numbers differ, the ranks
+compare the tensors one by one. This check is the most expensive, because it reads all bits. It therefore runs only
+occasionally, and immediately if the ranks' averaged gradients differ.
 """
 
 import zlib
@@ -23,12 +23,12 @@ from ddp_tutorial.zero.pieces import is_piece
 
 # For tensors of at most this many bytes, zlib is faster than PyTorch.
 _SMALL = 4096
-_ROW = 1024  # 64-bit numbers in a row
+_ROW = 1024  # number of 64-bit integers in a row
 _WHOLE = 1 << 48  # a float64 represents every integer below this value exactly
 
 
 class ReplicaDrift(Detector):
-    """Compares the parameters, the buffers, and the optimizer's state and options (such as the learning rate).
+    """Detector of differences in parameters, buffers, and optimizer state and options (such as the learning rate).
 
     Parameters and optimizer are compared after the first step, and then before the update of every `every`-th step,
     together with the other exchanged numbers. With `every=1`, they are compared after each step. Buffers are compared
@@ -41,12 +41,12 @@ class ReplicaDrift(Detector):
 
     A difference in the parameters or the optimizer is an error. A difference in the buffers is only a warning, because
     training remains correct, but a checkpoint contains rank 0's buffers. State that is sharded is not compared:
-    DTensors, pieces of `zero`, and the state of `ZeroRedundancyOptimizer` and `ShardedOptimizer`. Do not use this
+    DTensors, shards of `zero`, and the state of `ZeroRedundancyOptimizer` and `ShardedOptimizer`. Do not use this
     detector if ranks update their weights independently, as with local SGD.
 
     Args:
         every: The number of steps between two comparisons.
-        ignore: Patterns of the names of tensors that may differ.
+        ignore: Name patterns of tensors that may differ.
 
     Raises:
         ValueError: If `every` is below 1.
@@ -86,7 +86,7 @@ class ReplicaDrift(Detector):
             self._said = float(combine_checksums(self._buffers))
 
     def local_report(self, observation: StepObservation) -> Sequence[float]:
-        """Return the combined checksums of the buffers, the gradients, and the parameters and optimizer if due."""
+        """Return the combined checksums of the buffers, the gradients, and (if due) the parameters and optimizer."""
         self._has_begun, step, state = False, self.program.step, 0.0
         if self._is_telling:
             self._sizes[step] = self.program.gradient_sizes()
@@ -157,7 +157,7 @@ class ReplicaDrift(Detector):
             self._doubts, self._same_after = None, after
             return []
         found = first_drift(self.program.gather(sums))
-        assert found is not None, "a checksum of them all differs, so that of one does"
+        assert found is not None, "the combined checksums differ, so those of one tensor differ"
         since = ""
         if self._doubts and self._doubts[0] < step:  # by now all tensors may differ, so compare that step's gradients
             step, sizes = self._doubts
@@ -199,7 +199,7 @@ class ReplicaDrift(Detector):
 def first_drift(of_ranks: Sequence[Mapping[str, object]]) -> tuple[str, tuple[int, ...]] | None:
     """Return the first name whose value differs between ranks, and the ranks that differ from the majority.
 
-    Without a majority, these are all ranks. Returns None if all values are equal.
+    Without a majority, return all ranks. Return None if all values are equal.
     """
     for name in dict.fromkeys(name for each in of_ranks for name in each):
         values = [each.get(name) for each in of_ranks]
@@ -238,8 +238,8 @@ def checksums(named: Mapping[str, Any]) -> dict[str, int]:
 def _checksum(tensor: torch.Tensor) -> int | torch.Tensor:
     """Return a hash of all bits of the tensor.
 
-    The hash sums rows of 1,024 numbers and weights these sums by their position in the row. It is as fast as memory can
-    be read. It detects values that have moved, unless they have moved by a multiple of a row.
+    The hash sums rows of 1,024 numbers and weights these sums by their position in the row. The computation is as fast
+    as reading the memory. The hash detects values that have moved, unless they have moved by a multiple of a row.
     """
     if tensor.dtype is torch.float32 and tensor.is_cpu:  # the most common case
         values = tensor.detach().contiguous().numpy()

@@ -14,11 +14,11 @@ _KNOWN = 10
 
 
 class GradientSpike(Detector):
-    """Detects ranks whose gradient norm is more than `times` the median of their last `window` steps.
+    """Detector of ranks whose gradient norm exceeds `times` the median over their last `window` steps.
 
     The detector uses each rank's own gradient, before averaging and clipping, so the finding identifies the rank with
     the unusual samples. If the loss and the gradient have jumped by about the same factor on all ranks, their scale has
-    changed. This is not reported.
+    changed. Such a change is not reported.
     """
 
     name: ClassVar[str] = "spike"
@@ -29,7 +29,7 @@ class GradientSpike(Detector):
         """Store the arguments.
 
         Args:
-            times: The factor above which a norm is reported.
+            times: The ratio to the median above which a norm is reported.
             window: The number of steps in the median.
 
         Raises:
@@ -89,7 +89,7 @@ def _scale_has_changed(higher: Sequence[float], losses_higher: Sequence[float]) 
 
 
 class LossDivergence(Detector):
-    """Raises an error if the mean loss over all ranks is `times` its initial value.
+    """Detector that reports an error if the mean loss over all ranks exceeds `times` its initial value.
 
     Both values are medians over `window` steps. The loss is the tensor on which `backward` is called, without the scale
     of a `GradScaler`.

@@ -1,4 +1,4 @@
-"""Detect parameters that get no gradient in a step because the loss does not depend on them."""
+"""Detect parameters that receive no gradient in a step because the loss does not depend on them."""
 
 from collections.abc import Sequence
 from typing import ClassVar
@@ -12,7 +12,7 @@ _MOST = 20
 
 
 class UnusedParameters(Detector):
-    """Reports parameters without a gradient by name, once for each parameter.
+    """Detector that reports the name of each parameter without a gradient, once.
 
     Models with `find_unused_parameters=True` are not checked. If only some ranks use a parameter, PyTorch's DDP may
     block in the backward pass on these ranks, before the optimizer step. Use `watching` to detect this.
@@ -55,8 +55,8 @@ class UnusedParameters(Detector):
         ranks = tuple(rank for rank, each in enumerate(of_ranks) if set(each) & set(names))
         unused = ", ".join(f"{name!r}{_on(name, of_ranks)}" for name in names)
         message = (
-            f"parameters that got no gradient: {unused}. The loss does not depend on them. Use them, freeze them with "
-            "requires_grad_(False), or allow it with find_unused_parameters=True"
+            f"parameters that received no gradient: {unused}. The loss does not depend on them. Use them, freeze them "
+            "with requires_grad_(False), or allow it with find_unused_parameters=True"
         )
         return [Finding(self.name, step, ranks, message, "warning", names[0])]
 

@@ -3,7 +3,7 @@
     python -m ddp_tutorial.examples.NAME                            one process, or several that the script starts
     torchrun --nproc-per-node 2 -m ddp_tutorial.examples.NAME       the ranks that torchrun starts
 
-`digits` trains a convolutional network with synchronized BatchNorm on images, and `finetune` a Hugging Face language
+`digits` trains a convolutional network with synchronized BatchNorm on images. `finetune` trains a Hugging Face language
 model on texts of different lengths. `plain` trains the network of `digits` in plain torch, without this package.
 `ray_train` trains it on ranks that Ray Train starts and monitors.
 """

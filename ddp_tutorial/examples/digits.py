@@ -4,8 +4,8 @@
     python -m ddp_tutorial.examples.digits nprocs=1 steps=100
     torchrun --nproc-per-node 2 -m ddp_tutorial.examples.digits name=digits resume=auto checkpoint.every=20
 
-If the last command is killed, rerun it to resume. The training set has 1,437 images. After 200 steps, the accuracy on
-the 360 validation images, recorded in the run's result.json, is over 95 %.
+If the last command is killed, rerun it to resume. The training set contains 1,437 images. After 200 steps, the accuracy
+on the 360 validation images exceeds 95 %. The run's result.json records the accuracy.
 """
 
 import sys
@@ -27,7 +27,7 @@ DATA = PROJECT / "data" / "digits"
 
 
 class Options(TrainConfig):
-    """The options of the script: all settings of a run, some with different defaults, and `nprocs`."""
+    """The script's options, which are `nprocs` and all run settings, some with different defaults."""
 
     steps: int = 200
     eval_samples: int = 360
@@ -47,7 +47,7 @@ class Net(nn.Sequential):
 
 
 def images(part: str) -> TensorDataset:
-    """Return the images [1, 8, 8], with values from 0 to 1, and the digits of `train` or `validation`."""
+    """Return the images [1, 8, 8], with values from 0 to 1, and the digits of split `train` or `validation`."""
     table = pyarrow.parquet.read_table(DATA / f"{part}.parquet")
     pixels = torch.tensor(table["pixels"].to_pylist()).view(-1, 1, 8, 8) / 16
     return TensorDataset(pixels, torch.tensor(table["digit"].to_pylist()))
@@ -67,14 +67,14 @@ def sgd(model: nn.Module) -> torch.optim.Optimizer:
 
 
 def main(world: World, options: Options) -> TrainResult:
-    """Train on one rank; every rank calls this function."""
+    """Train on this rank. Every rank calls this function."""
     torch.manual_seed(options.seed)  # identical weights on all ranks
     trainer = Trainer(
         synchronize_batch_norm(Net(), world),
         make_source(images("train"), options.batch_size, world, seed=options.seed),
         loss,
         world,
-        options.model_copy(update={"clip": options.clip}),  # by default, the trainer does not clip for an own optimizer
+        options.model_copy(update={"clip": options.clip}),  # with your own optimizer, the default is not to clip
         validation_data=images("validation"),
         optimizer=sgd,
         scheduler=partial(OneCycleLR, max_lr=0.05, total_steps=options.schedule_steps or options.steps),

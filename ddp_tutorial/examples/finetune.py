@@ -28,7 +28,7 @@ PADDING, IGNORED = 256, -100  # a token that is not a byte, and the label that t
 
 
 class Options(TrainConfig):
-    """The options of the script: all settings of a run, some with different defaults, and `nprocs`."""
+    """The script's options, which are `nprocs` and all run settings, some with different defaults."""
 
     steps: int = 60
     eval_every: int = 30
@@ -62,7 +62,7 @@ def collate(rows: list[bytes]) -> dict[str, torch.Tensor]:
 def loss(model: nn.Module, batch: dict[str, torch.Tensor]) -> tuple[Any, ...]:
     """Return the summed loss, the number of tokens, and the accuracy as a sum and a count.
 
-    A mean per rank would give the tokens of short texts more weight.
+    With a mean on each rank, the tokens of short texts would have more weight.
     """
     logits = model(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"]).logits[:, :-1]
     targets = batch["labels"][:, 1:]  # predict each token from the previous ones
@@ -73,7 +73,7 @@ def loss(model: nn.Module, batch: dict[str, torch.Tensor]) -> tuple[Any, ...]:
 
 
 def main(world: World, options: Options) -> TrainResult:
-    """Train on one rank; every rank calls this function."""
+    """Train on this rank. Every rank calls this function."""
     stories = texts()
     source = make_source(stories[150:], options.batch_size, world, seed=options.seed, collate_fn=collate)
     validation = as_samples(stories[:150], collate)

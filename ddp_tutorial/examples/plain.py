@@ -42,14 +42,14 @@ class BatchNorm(nn.BatchNorm2d):  # over all ranks, with equal batch sizes; nn.S
 
 
 def images(part: str) -> tuple[Tensor, Tensor]:
-    """Return the images, with values from 0 to 1, and the digits of `train` or `validation`."""
-    folder = next(up / "data" for up in Path(__file__).parents if (up / "data").is_dir())  # of the repository or wheel
+    """Return the images, with values from 0 to 1, and the digits of split `train` or `validation`."""
+    folder = next(up / "data" for up in Path(__file__).parents if (up / "data").is_dir())  # in the repository or wheel
     table = pyarrow.parquet.read_table(folder / "digits" / f"{part}.parquet")
     return torch.tensor(table["pixels"].to_pylist()).view(-1, 1, 8, 8) / 16, torch.tensor(table["digit"].to_pylist())
 
 
 def main(checkpoint: str = "plain.pt", steps: int = 200, accumulate: int = 1, batch: int = 64) -> None:
-    """Train on one rank; `batch` is the global batch size."""
+    """Train on this rank. `batch` is the global batch size."""
     if "RANK" not in os.environ:  # not started by torchrun: run a single process
         os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", MASTER_ADDR="localhost", MASTER_PORT="0")
     device = torch.device(f"cuda:{os.environ['LOCAL_RANK']}" if torch.cuda.is_available() else "cpu")
@@ -67,7 +67,7 @@ def main(checkpoint: str = "plain.pt", steps: int = 200, accumulate: int = 1, ba
     parts: list[Any] = [model, optimizer, scheduler]
     path, aside = Path(checkpoint), Path(f"{checkpoint}.part")
     saved = [torch.load(path, map_location="cpu") if rank == 0 and path.exists() else [[]]]
-    dist.broadcast_object_list(saved, device=device)  # rank 0 decides for all ranks: another rank may not see the file
+    dist.broadcast_object_list(saved, device=device)  # rank 0 decides, because other ranks may not see the file
     losses, *states = saved[0]
     for part, state in zip(parts, states, strict=False):  # no states: start at step 0
         part.load_state_dict(state)

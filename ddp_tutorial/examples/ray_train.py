@@ -1,4 +1,4 @@
-"""Run the unchanged `digits` training on the workers of Ray Train, which starts and restarts them.
+"""Run the unchanged `digits` training on workers that Ray Train starts and restarts.
 
     pip install -c constraints.txt -e '.[ray]'
     python -m ddp_tutorial.examples.ray_train name=digits checkpoint.every=20          # two workers on this machine
@@ -40,7 +40,7 @@ class Report:
     """An observer that reports each new checkpoint to Ray. Collective, like saving."""
 
     def __init__(self, name: str) -> None:
-        """Observe the run `name`, and start after the checkpoint that Ray knows."""
+        """Observe the run `name`, starting after the newest checkpoint that Ray knows."""
         self.folder, known = RUNS / name / "checkpoints", rt.get_checkpoint()
         self.reported_step = read_manifest(Path(known.path)).step if known else 0
 
@@ -66,7 +66,7 @@ def work(asked: dict[str, Any]) -> None:
 
 
 def trainer(options: digits.Options, work: Callable[[dict[str, Any]], None] = work) -> TorchTrainer:
-    """Return Ray's trainer of a run that can resume. Raises `ConfigError` if `options` do not allow it to."""
+    """Return Ray's trainer for a resumable run. Raises `ConfigError` if `options` do not allow resuming."""
     if not options.name or not options.checkpoint.every or options.checkpoint.background:
         raise ConfigError("a Ray run must be resumable: set name= and checkpoint.every=, and disable background saves")
     kept = options.checkpoint.keep_last

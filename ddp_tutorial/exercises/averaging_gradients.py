@@ -1,4 +1,4 @@
-"""Exercises of 03_averaging_gradients: average by hand, weight unequal batches, name a fault."""
+"""Exercises for notebook 03_averaging_gradients on averaging by hand, unequal batches, and unknown faults."""
 
 from collections.abc import Callable
 
@@ -15,10 +15,11 @@ from ddp_tutorial.world import World
 
 
 class _Routes(nn.Module):
-    """Three vectors of the same length: one that every rank uses, one that only some ranks use, and a frozen one.
+    """Model with three weight vectors of the same length.
 
-    The loss is a product with the inputs, so the gradient of `always` is the input itself, and the gradient of
-    `sometimes` is ten times the input.
+    Every rank uses `always`, only some ranks use `sometimes`, and `frozen` does not require a gradient. The loss is
+    linear in the weights: the gradient of `always` is the input, and the gradient of `sometimes` is ten times the
+    input.
     """
 
     def __init__(self) -> None:
@@ -33,7 +34,7 @@ class _Routes(nn.Module):
 
 
 def _run_average(world: World, answer: Answer) -> None:
-    """Check two averages. Rank r has the input [r + 1, 0]. First all ranks use `sometimes`, then all but the last."""
+    """Check two averages. Rank r's input is [r + 1, 0]. First, all ranks use `sometimes`, then all but the last."""
     local = torch.tensor([world.rank + 1.0, 0.0])
     everyone = sum(range(1, world.size + 1)) / world.size
     with_detour = sum(range(1, world.size)) / world.size
@@ -46,9 +47,9 @@ def _run_average(world: World, answer: Answer) -> None:
     model, last = _Routes(), world.rank == world.size - 1
     model(local, detour=not last).backward()
     story = (
-        f"Here the last rank, rank {world.size - 1}, does not use the weight `sometimes` in its loss, so "
-        "`sometimes.grad` is None on that rank. It counts as zero in the average, and that rank must enter the "
-        "all-reduce too."
+        f"Here, the last rank (rank {world.size - 1}) does not use the weight `sometimes` in its loss, so "
+        "`sometimes.grad` is None on that rank. The missing gradient counts as zero in the average, so that rank must "
+        "enter the all-reduce, too."
     )
     try:
         answer(world, model)
@@ -57,7 +58,7 @@ def _run_average(world: World, answer: Answer) -> None:
     local = torch.tensor([0.0, 0.0]) if last else 10 * local
     _expect_average(world, model, "sometimes", local, torch.tensor([10 * with_detour, 0.0]), story)
     frozen = model.frozen.grad
-    expect(frozen is None or not frozen.any(), "The frozen weight must have no gradient after averaging either.")
+    expect(frozen is None or not frozen.any(), "The frozen weight must not receive a gradient.")
 
 
 def _expect_average(
@@ -74,7 +75,7 @@ def _expect_average(
     elif torch.allclose(got, average * world.size):
         found = "this is the sum over the ranks"
     elif torch.allclose(got, average / world.size):
-        found = "this was divided twice"
+        found = "the sum was divided twice"
     else:
         found = f"this is neither the average nor the rank's own gradient, {numbers(local)}"
     raise WrongAnswerError(
@@ -84,9 +85,9 @@ def _expect_average(
 
 
 def _test_average(answer: Answer) -> str:
-    stuck = "A rank waits forever for the others. Every rank must enter the same collectives in the same order."
+    stuck = "A rank waits forever for the other ranks. Every rank must enter the same collectives in the same order."
     on_ranks(_run_average, 3, answer, stuck=stuck, timeout=15)
-    return "Every rank has the average, even when a rank had no gradient, and the weights did not change."
+    return "All ranks compute the average gradients, even if a rank has no gradient, and the weights do not change."
 
 
 def _average_gradients(world: World, model: nn.Module) -> None:
@@ -100,7 +101,7 @@ def _average_gradients(world: World, model: nn.Module) -> None:
 
 
 def _with(finish: Callable[[World, nn.Parameter, torch.Tensor], None]) -> Answer:
-    """Return the solution with `finish` in place of the all-reduce and the division of each gradient."""
+    """Return a variant of the solution that calls `finish` instead of the all-reduce and the division."""
 
     def answer(world: World, model: nn.Module) -> None:
         for parameter in model.parameters():
@@ -156,7 +157,7 @@ average_gradients = Exercise(
     solution=_average_gradients,
     wrong={
         "sums without dividing": _with(_sum_only),
-        "divides by two, whatever the number of ranks": _with(_divide_by_two),
+        "divides by two regardless of the number of ranks": _with(_divide_by_two),
         "divides before and after": _with(_divide_twice),
         "averages the weights": _with(_average_weight),
         "averages a copy": _with(_average_copy),
@@ -165,7 +166,7 @@ average_gradients = Exercise(
     },
     hints=(
         "dist.all_reduce(tensor) sums over the ranks in place and returns None. What is left to do?",
-        "If a weight took no part in this rank's loss, its .grad is None. Do the other ranks know that?",
+        "If this rank's loss does not depend on a weight, the weight's .grad is None. Do the other ranks know that?",
         "Let every rank all-reduce every weight with requires_grad; a rank without a gradient contributes zeros.",
     ),
 )
@@ -179,8 +180,8 @@ _ALL_ENTER = "every rank must enter the collective, even a rank that has no samp
 def _run_ragged(world: World, answer: Answer) -> list[float]:
     """Return this rank's gradient for each case in `_PARTS`.
 
-    The model is one weight w = 1, and a sample x has the loss w * x, so the gradient of a sum of losses is the sum of
-    the samples.
+    The model is a single weight w = 1, and the loss of a sample x is w * x. The gradient of a sum of losses is
+    therefore the sum of the samples.
     """
     gradients = []
     for parts in _PARTS:
@@ -195,7 +196,7 @@ def _run_ragged(world: World, answer: Answer) -> list[float]:
             raise WrongAnswerError(message) from None
         expect(
             isinstance(loss, torch.Tensor) and loss.requires_grad,
-            "The result must be a tensor that requires grad: otherwise backward would fail. Autograd does not record "
+            "The result must be a tensor that requires grad; otherwise, backward would fail. Autograd does not record "
             "collectives, so all-reduce only the count, and keep the loss itself out of the collective.",
         )
         gradients.append(float(torch.autograd.grad(loss, weight)[0]))
@@ -203,17 +204,17 @@ def _run_ragged(world: World, answer: Answer) -> list[float]:
 
 
 def _test_ragged(answer: Answer) -> str:
-    stuck = f"A rank waits forever for the others: {_ALL_ENTER}"
+    stuck = f"A rank waits forever for the other ranks: {_ALL_ENTER}"
     results = on_ranks(_run_ragged, 2, answer, stuck=stuck, timeout=15)
     for parts, gradients in zip(_PARTS, zip(*results, strict=True), strict=True):
         union = [sample for part in parts for sample in part]
         averaged, true = sum(gradients) / len(parts), sum(union) / len(union)
         expect(
             abs(averaged - true) < 1e-5,
-            f"With samples {list(parts[0])} on rank 0 and {list(parts[1])} on rank 1, the gradient of one batch with "
-            f"all {len(union)} samples is {true:.4f}. Your gradient, averaged over the ranks, is {averaged:.4f}.",
+            f"With samples {list(parts[0])} on rank 0 and {list(parts[1])} on rank 1, the average gradient must be "
+            f"{true:.4f}, the gradient of one batch with all {len(union)} samples, got {averaged:.4f}.",
         )
-    return "The averaged gradient equals that of one large batch, even if one rank has no samples."
+    return "The averaged gradient equals the gradient of one large batch, even if one rank has no samples."
 
 
 def _ragged_loss(world: World, loss_sum: torch.Tensor, count: int) -> torch.Tensor:
@@ -244,40 +245,40 @@ def _skips_when_empty(world: World, loss_sum: torch.Tensor, count: int) -> torch
 
 ragged_loss = Exercise(
     task=(
-        "ragged_loss(world, loss_sum, count): return a loss whose gradients, averaged over the ranks, are those of the "
-        "mean loss over all samples of all ranks."
+        "ragged_loss(world, loss_sum, count): return a loss. Its gradients, averaged over the ranks, must equal the "
+        "gradients of the mean loss over the samples of all ranks."
     ),
     test=_test_ragged,
     solution=_ragged_loss,
     wrong={
-        "takes the mean of its own samples": _own_mean,
+        "takes the mean over its own samples only": _own_mean,
         "forgets that averaging divides by the number of ranks": _over_everyones_count,
         "sums the losses, which detaches them from the weights": _sums_of_losses,
-        "multiplies a sum by its count a second time": _weighed_twice,
+        "multiplies the loss sum by the count": _weighed_twice,
         "does not enter the collective when it has no samples": _skips_when_empty,
     },
     hints=(
-        "You want (sum of rank 0 + sum of rank 1 + ...) / (count of rank 0 + count of rank 1 + ...).",
+        "You need (sum of rank 0 + sum of rank 1 + ...) / (count of rank 0 + count of rank 1 + ...).",
         "A rank knows only its own count. One all-reduce returns the count over all ranks.",
-        "The averaging divides by world.size afterwards. Multiply by it first.",
+        "The averaging divides by world.size afterwards, so multiply by world.size first.",
     ),
 )
 
 # ------------------------------------------------------------------------------------- 3. name the fault of a black box
 
 FAULTS = (
-    "none",  # the loop equals one process on the union of all samples
-    "sum",  # the gradients are summed, and not divided
+    "none",  # the loop is equivalent to one process on the union of all samples
+    "sum",  # the gradients are summed but not divided
     "different starts",  # the ranks start with different weights
     "no sync",  # no gradient is averaged
     "skipped parameter",  # one of the two parameters is not averaged
-    "mean of means",  # every rank counts equally, even if it has fewer samples
+    "mean of means",  # every rank has the same weight in the average, even with fewer samples
     "not reset",  # gradients of earlier steps are not set to zero
 )
 
 
 class BlackBoxLoop:
-    """A training loop of a linear model on all ranks, with one unknown fault of `FAULTS`.
+    """Training loop for a linear model on all ranks, with an unknown fault from `FAULTS`.
 
     Attributes:
         learning_rate: The learning rate of plain SGD.
@@ -294,16 +295,16 @@ class BlackBoxLoop:
         self._gradients = [torch.zeros(3), torch.zeros(1)]
 
     def weights(self) -> torch.Tensor:
-        """Return this rank's four weights: three of the inputs and the bias."""
+        """Return this rank's four weights, which are three input weights and the bias."""
         return torch.cat([self._weight, self._bias]).detach()
 
     def gradient(self, weights: torch.Tensor, samples: torch.Tensor) -> torch.Tensor:
-        """Return the gradient of the mean loss over `samples` [n, 3] at the given weights. Uses no other rank."""
+        """Return the gradient of the mean loss over `samples` [n, 3] at the given weights, without communication."""
         leaf = weights.clone().requires_grad_()
         return torch.autograd.grad(self._loss(leaf[:3], leaf[3:], samples), leaf)[0]
 
     def step(self, samples: torch.Tensor) -> None:
-        """Take one optimizer step with `samples` [n, 3] on this rank, n >= 1. Collective."""
+        """Take one optimizer step on this rank's `samples` [n, 3], with n >= 1. Collective."""
         parameters = [self._weight, self._bias]
         loss = self._loss(self._weight, self._bias, samples)
         if self._fault != "mean of means":
@@ -323,7 +324,7 @@ class BlackBoxLoop:
 
 
 def _run_black_box(world: World, answer: Answer) -> list[str]:
-    """Return the answer for each fault, in an order in which "none" is neither first nor last."""
+    """Return the answer for each fault in `_SHUFFLED`, in which "none" is neither first nor last."""
     names = []
     for fault in _SHUFFLED:
         try:
@@ -343,16 +344,16 @@ _SAME_CALLS = "all ranks must take the same number of steps, and enter the same 
 
 
 def _test_black_box(answer: Answer) -> str:
-    stuck = f"A rank waits forever for the others: {_SAME_CALLS}"
+    stuck = f"A rank waits forever for the other ranks: {_SAME_CALLS}"
     of_ranks = on_ranks(_run_black_box, 3, answer, stuck=stuck, timeout=30)
     for fault, names in zip(_SHUFFLED, zip(*of_ranks, strict=True), strict=True):
         expect(
             len(set(names)) == 1,
-            f"For the same loop, ranks 0, 1 and 2 return {', '.join(map(repr, names))}. Decide from numbers that all "
-            "ranks know, for example from the gathered weights.",
+            f"For the same loop, all ranks must return the same name, got {', '.join(map(repr, names))}. Base the "
+            "decision on values that all ranks know, such as the gathered weights.",
         )
-        expect(names[0] == fault, f"For a loop with the fault {fault!r}, your function returns {names[0]!r}.")
-    return f"All {len(FAULTS)} loops are named correctly, by all three ranks."
+        expect(names[0] == fault, f"The result must be {fault!r}, the fault of this loop, got {names[0]!r}.")
+    return f"All three ranks return the correct fault for all {len(FAULTS)} loops."
 
 
 def _gather(world: World, tensor: torch.Tensor) -> list[torch.Tensor]:
@@ -372,7 +373,7 @@ def _name_the_fault(world: World, loop: BlackBoxLoop) -> str:
         return any(not torch.equal(tensor, tensors[0]) for tensor in tensors)
 
     def step(sizes: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
-        """Take a step. Return rank 0's gradient according to its weights, and that of one process."""
+        """Take a step. Return the gradient that changed rank 0's weights, and the gradient of one process."""
         generator = torch.Generator().manual_seed(sum(sizes))
         parts = [torch.randn(size, 3, generator=generator) for size in sizes]
         before = gather(loop.weights())[0]
@@ -384,7 +385,7 @@ def _name_the_fault(world: World, loop: BlackBoxLoop) -> str:
         return "different starts"
     observed, expected = step([4] * world.size)
     after = gather(loop.weights())
-    if differ(after):  # in all weights, or in some
+    if differ(after):  # do all weights differ, or only some?
         unequal = [differ([weights[i] for weights in after]) for i in range(len(after[0]))]
         return "no sync" if all(unequal) else "skipped parameter"
     if not torch.allclose(observed, expected, rtol=1e-3, atol=1e-4):
@@ -402,7 +403,7 @@ def _parts(world: World, sizes: list[int]) -> list[torch.Tensor]:
 
 
 def _equals_one_process(world: World, loop: BlackBoxLoop, sizes: list[int]) -> bool:
-    """Take a step, and compare rank 0's gradient with one process."""
+    """Take a step, and return whether rank 0's gradient equals the gradient of one process."""
     parts, before = _parts(world, sizes), _gather(world, loop.weights())[0]
     loop.step(parts[world.rank])
     observed = (before - _gather(world, loop.weights())[0]) / loop.learning_rate
@@ -455,8 +456,9 @@ def _rank_zero_only(world: World, loop: BlackBoxLoop) -> str:
 name_the_fault = Exercise(
     task=(
         "name_the_fault(world, loop): the loop trains a linear model with plain SGD, and has at most one fault. Return "
-        f"its name, one of {', '.join(map(repr, FAULTS))}. You have loop.weights(), loop.step(samples), "
-        "loop.gradient(weights, samples) of one process, and loop.learning_rate; samples have the shape [n, 3]."
+        f"the name of the fault, one of {', '.join(map(repr, FAULTS))}. Use loop.weights(), loop.step(samples), "
+        "loop.learning_rate, and loop.gradient(weights, samples), which returns the gradient of one process. `samples` "
+        "must have the shape [n, 3]."
     ),
     test=_test_black_box,
     solution=_name_the_fault,
@@ -472,8 +474,8 @@ name_the_fault = Exercise(
     hints=(
         "Which faults make ranks disagree with each other, and which make them agree on a wrong result?",
         "After a step of plain SGD, (before - after) / learning_rate is the gradient that the loop used. Compare it "
-        "with loop.gradient of the union of all ranks' samples. To know it, generate all samples on every rank.",
+        "with loop.gradient for the union of all ranks' samples. Generate all of these samples on every rank.",
         "Three experiments are enough: a step with equal batches, a second step, and a step with unequal batches. "
-        "Gather the weights of all ranks before and after, so that all ranks decide alike.",
+        "Gather the weights of all ranks before and after each step, so that all ranks make the same decision.",
     ),
 )

@@ -1,4 +1,4 @@
-"""Exercise of deep_dives/bitwise_identical_runs: a sum that does not depend on the number of ranks."""
+"""Exercise for deep dive bitwise_identical_runs on a sum that does not depend on the number of ranks."""
 
 from collections.abc import Sequence
 
@@ -18,19 +18,20 @@ def _test_add_up(answer: Answer) -> str:
             at_once = answer(list(given))
             expect(isinstance(at_once, torch.Tensor), f"The sum must be a tensor, got {type(at_once).__name__}.")
             changed = any(not torch.equal(a, b) for a, b in zip(parts, given, strict=True))
-            expect(not changed, "Your function changed its arguments. Sum into new tensors.")
+            expect(not changed, "Your function must not change its arguments. Sum into new tensors.")
             expect(at_once.dtype == torch.float32, f"The sum must be float32, like the parts, got {at_once.dtype}.")
             exact = torch.stack(parts).double().sum(0)
             scale = torch.stack(parts).double().abs().sum(0)
             off = float(((at_once - exact).abs() / scale).max())
-            expect(off < 1e-5, f"The sum of {count} parts has a relative error of up to {off:.2g}.")
+            expect(off < 1e-5, f"The relative error for {count} parts must be less than 1e-05, got {off:.2g}.")
             for size in (size for size in (2, 4, 8) if size <= count):
                 of_ranks = [answer(given[rank::size]) for rank in range(size)]
                 differ = int((answer(of_ranks) != at_once).sum())
                 expect(
                     not differ,
-                    f"{count} parts on {size} ranks: {differ} of 1000 numbers are not bitwise identical to the sum on "
-                    f"one rank. Rank 0 sums parts {list(range(count))[::size]}: does one rank sum these first, too?",
+                    f"With {count} parts on {size} ranks, the sum must be bitwise identical to the sum on one rank, "
+                    f"but {differ} of 1000 elements differ. With {size} ranks, rank 0 first sums parts "
+                    f"{list(range(count))[::size]}. Does your function sum these parts first on one rank, too?",
                 )
     return "The sums on 1, 2, 4 and 8 ranks are bitwise identical."
 
@@ -80,8 +81,8 @@ def _mean(parts: Parts) -> torch.Tensor:
 
 add_up = Exercise(
     task=(
-        "add_up(parts): return the sum of 1, 2, 4 or 8 tensors. Choose an order for which summing parts[rank::W] on "
-        "each of W ranks, and then those W sums, gives a bitwise identical result."
+        "add_up(parts): return the sum of 1, 2, 4 or 8 tensors. If each of W ranks sums parts[rank::W], the sum of the "
+        "W results must be bitwise identical to the sum on one rank. Choose the order of the additions accordingly."
     ),
     test=_test_add_up,
     solution=_add_up,
@@ -95,9 +96,9 @@ add_up = Exercise(
         "returns the mean": _mean,
     },
     hints=(
-        "Does one of two ranks have neighboring parts, or every second part? Sum those parts first.",
+        "With two ranks, does a rank have neighboring parts or every second part? Sum the parts of one rank first.",
         "With 4 parts, compute 0 + 2 and 1 + 3 first, then add the two sums. With 2 ranks, only the last addition "
-        "crosses ranks.",
+        "requires communication.",
         "Add the second half of the list to the first half element by element, and repeat until one tensor is left.",
     ),
 )

@@ -1,4 +1,4 @@
-"""Exercises of 13_bug_museum: fix a training loop and a checkpoint, and write a detector."""
+"""Exercises for notebook 13_bug_museum on fixing a training loop, fixing a checkpoint, and writing a detector."""
 
 import random
 from collections.abc import Callable, Iterator
@@ -24,7 +24,7 @@ def _judge(programs: dict[str, Program]) -> None:
 
     Raises:
         WrongAnswerError: If a program violates an invariant.
-        NotImplementedError: If the answer raises it.
+        NotImplementedError: If the answer raises `NotImplementedError`.
     """
     try:
         found = examine(programs, timeout=_SECONDS)
@@ -40,13 +40,13 @@ def _judge(programs: dict[str, Program]) -> None:
 
 
 def _apart(result: Any, wanted: Result) -> str:
-    """Explain how the weights in an answer's result differ from the right ones. Returns "" if they are equal."""
+    """Explain how the weights in an answer's result differ from the expected weights. Return "" if they are equal."""
     if not isinstance(result, dict) or not isinstance(result.get("weights"), torch.Tensor):
         return 'Return {"weights": weights(model)}, as the broken program does.'
     got, want = result["weights"], wanted["weights"]
     if got.shape == want.shape and torch.allclose(got, want, rtol=1e-9, atol=1e-9):
         return ""
-    return "Your program satisfies all invariants, but its final weights are not those of the correct program."
+    return "Your program satisfies all invariants, but its final weights differ from the correct program's weights."
 
 
 # ----------------------------------------------------------------------------------------------- 1. the end of an epoch
@@ -82,7 +82,7 @@ def _test_train(answer: Answer) -> str:
 
 
 def _training(together: Callable[[int, int, int], int], *, stepping: Callable[[int, int, int], bool]) -> Answer:
-    """Return a variant of the solution with a different divisor of the loss and steps after different micro-batches."""
+    """Return a variant of the solution with a different loss divisor and a different condition for taking a step."""
 
     def answer(world: World, accumulate: int = 2) -> Result:
         model = ddp()
@@ -120,8 +120,8 @@ def _without_talking(world: World, accumulate: int = 2) -> Result:
 
 train = Exercise(
     task=(
-        "repaired(world, accumulate): fix the training loop of leaks_into_the_next_epoch, and return the weights as it "
-        "does. The last step of an epoch has fewer micro-batches than the other steps."
+        "repaired(world, accumulate): fix the training loop in leaks_into_the_next_epoch, and return the weights in "
+        "the same form. The last step of an epoch contains fewer micro-batches than the other steps."
     ),
     test=_test_train,
     solution=_repaired,
@@ -131,13 +131,14 @@ train = Exercise(
         "steps after every micro-batch": _training(lambda i, k, n: 1, stepping=lambda i, k, n: True),
         "divides every step by the remainder": _training(lambda i, k, n: n % k or k, stepping=_at_the_end),
         "does not synchronize in the last step of an epoch": _without_talking,
-        "trains nothing": lambda world, accumulate=2: {"weights": weights(ddp())},
+        "does not train": lambda world, accumulate=2: {"weights": weights(ddp())},
     },
     hints=(
-        "Two things are wrong at the end of an epoch: there is no step, and the remainder is divided by `accumulate`.",
-        "Step after every `accumulate` micro-batches, and after the last one: i + 1 == len(batches).",
-        "The step of micro-batch i starts at index i // accumulate * accumulate. How many micro-batches does it have, "
-        "at most `accumulate`, before len(batches)?",
+        "There are two bugs at the end of an epoch: the optimizer step is missing, and the losses of the last "
+        "micro-batches are divided by `accumulate`.",
+        "Take a step after every `accumulate` micro-batches, and after the last micro-batch (i + 1 == len(batches)).",
+        "The step that contains micro-batch i starts at index i // accumulate * accumulate. The step contains at most "
+        "`accumulate` micro-batches, and fewer at the end of `batches`. How many?",
     ),
 )
 
@@ -170,7 +171,7 @@ def _test_resume(answer: Answer) -> str:
         difference = _apart(answer(world, parts[0]), _resume(world, parts[1]))
         expect(not difference, difference)
         files = [path for path in parts[0].rglob("*") if path.is_file()]
-        expect(bool(files) or not world.is_main, "Your program leaves no file in its folder, so it cannot resume.")
+        expect(bool(files) or not world.is_main, "Your program must save a file in its folder, got none.")
         return {}
 
     def resume(world: World, folder: Path) -> Result:
@@ -178,11 +179,11 @@ def _test_resume(answer: Answer) -> str:
         return result
 
     _judge({"resume": resume, "compared": compared})
-    return "Killed after any step or in any write, the run resumes bitwise identically, and repeats at most one step."
+    return "After a kill in any step or write, the run resumes bitwise identically and repeats at most one step."
 
 
 def _going_on(*, optimizer_too: bool = True, in_place: bool = False, off: int = 1, every: int = 1) -> Answer:
-    """Return the solution with a part left out. `every=0` never saves."""
+    """Return a variant of the solution with a mistake. With `every=0`, the variant never saves."""
 
     def answer(world: World, folder: Path) -> Result:
         model, start, path = ddp(), 0, folder / "last.pt"
@@ -210,7 +211,8 @@ def _going_on(*, optimizer_too: bool = True, in_place: bool = False, off: int = 
 resume = Exercise(
     task=(
         "resume(world, folder): train so that the run resumes from its folder after a kill at any time. The program "
-        "above has two bugs: in the content of its file, and in how it writes it. Return the weights as it does."
+        "above has two bugs, one in the contents of its file and one in the way it writes the file. Return the weights "
+        "in the same form."
     ),
     test=_test_resume,
     solution=_resume,
@@ -224,7 +226,7 @@ resume = Exercise(
     hints=(
         "SGD with momentum has state, too. What does last.pt contain while it is being written?",
         "Save optimizer.state_dict(), and restore it with optimizer.load_state_dict.",
-        "Write to a file with a different name, and rename it when it is complete: Path.replace is atomic.",
+        "Write the file under a different name, and rename it when it is complete: Path.replace is atomic.",
     ),
 )
 
@@ -247,7 +249,7 @@ def _shuffled(samples: int, rank: int, size: int, epoch: int) -> Iterator[int]:
 
 
 def _all_to_the_last(samples: int, rank: int, size: int, epoch: int) -> Iterator[int]:
-    """Unequal and empty shares, which is unusual, but every sample occurs once."""
+    """Return all samples on the last rank. Empty shards are unusual, but every sample occurs once."""
     return iter(range(samples) if rank == size - 1 else ())
 
 
@@ -264,7 +266,7 @@ def _shuffled_by_rank(samples: int, rank: int, size: int, epoch: int) -> Iterato
 
 
 def _padded(samples: int, rank: int, size: int, epoch: int) -> Iterator[int]:
-    """Wrong if the number of samples is not a multiple of the number of ranks."""
+    """Return padded shards, which are wrong unless the number of samples is a multiple of the number of ranks."""
     return iter(number % samples for number in range(rank, -(-samples // size) * size, size))
 
 
@@ -277,12 +279,12 @@ def _sharded_twice(samples: int, rank: int, size: int, epoch: int) -> Iterator[i
 
 
 def _for_two_ranks(samples: int, rank: int, size: int, epoch: int) -> Iterator[int]:
-    """Wrong on three or more ranks."""
+    """Return shards that are wrong on three or more ranks."""
     return iter(range(rank % 2, samples, min(size, 2)))
 
 
 def _later(samples: int, rank: int, size: int, epoch: int) -> Iterator[int]:
-    """Wrong from the second epoch on, when all ranks start at a different place."""
+    """Return shards that are wrong from the second epoch on, because every rank skips its first samples."""
     return iter(range(rank + epoch, samples, size))
 
 
@@ -291,7 +293,7 @@ def _without_end(samples: int, rank: int, size: int, epoch: int) -> Iterator[int
 
 
 def _swapped(samples: int, rank: int, size: int, epoch: int) -> Iterator[int]:
-    """The right number of samples, but one occurs twice and one never."""
+    """Return the right number of samples, with one sample duplicated and one missing."""
     own = list(range(rank, samples, size))
     return iter([own[0], *own[:-1]] if rank == 1 and len(own) > 1 else own)
 
@@ -301,7 +303,7 @@ def _fails_without_samples(samples: int, rank: int, size: int, epoch: int) -> It
     return iter([own[0], *own[1:]])
 
 
-# The first two dicts are shown to the learner, the others are hidden.
+# The first two dicts are shown to the learner. The other two are hidden.
 RIGHT: dict[str, Sharding] = {"round-robin": _strided, "blocks": _in_blocks, "shuffled by epoch": _shuffled}
 WRONG: dict[str, Sharding] = {
     "all samples on all ranks": _everything,
@@ -314,9 +316,9 @@ UNSEEN_WRONG: dict[str, Sharding] = {
     "the remainder is dropped": _cropped,
     "right on one and two ranks only": _for_two_ranks,
     "right in the first epoch only": _later,
-    "an infinite share": _without_end,
-    "one sample twice and one never": _swapped,
-    "an error if a rank has no sample": _fails_without_samples,
+    "an infinite shard": _without_end,
+    "one sample duplicated and one missing": _swapped,
+    "an error if a rank has no samples": _fails_without_samples,
 }
 
 
@@ -325,7 +327,7 @@ def _verdicts(world: World, answer: Answer) -> dict[str, object]:
 
 
 def _test_detector(answer: Answer) -> str:
-    stuck = "Your detector does not return. A share may be infinite: take at most one sample more than there are."
+    stuck = "Your detector does not return. A shard may be infinite, so read at most samples + 1 of its elements."
     [verdicts] = on_ranks(_verdicts, 1, answer, stuck=stuck, timeout=15)
     for name, verdict in verdicts.items():
         expect(
@@ -334,10 +336,10 @@ def _test_detector(answer: Answer) -> str:
         )
         is_right = name in RIGHT or name in UNSEEN_RIGHT
         unseen = " (a hidden case)" if name in UNSEEN_RIGHT or name in UNSEEN_WRONG else ""
-        expect(not (is_right and verdict), f"False alarm{unseen}: {name!r} yields every sample once.")
-        expect(is_right or bool(verdict), f"Missed bug{unseen}: {name!r}.")
+        expect(not (is_right and verdict), f"False alarm{unseen}: {name!r} yields every sample exactly once.")
+        expect(is_right or bool(verdict), f"Missed bug{unseen}: the result must be True for {name!r}, got False.")
     bugs, right = len(WRONG) + len(UNSEEN_WRONG), len(RIGHT) + len(UNSEEN_RIGHT)
-    return f"Your detector finds all {bugs} bugs, and raises no false alarm for {right} right programs."
+    return f"Your detector finds all {bugs} bugs, and raises no false alarms for the {right} correct functions."
 
 
 def _find_bad_sharding(sharding: Sharding) -> bool:
@@ -347,7 +349,7 @@ def _find_bad_sharding(sharding: Sharding) -> bool:
                 found: list[int] = []
                 for rank in range(size):
                     try:
-                        found += islice(sharding(samples, rank, size, epoch), samples + 1)  # the share may be infinite
+                        found += islice(sharding(samples, rank, size, epoch), samples + 1)  # the shard may be infinite
                     except Exception:
                         return True
                 if sorted(found) != list(range(samples)):
@@ -367,7 +369,7 @@ def _looking(
     bad: Callable[[list[list[int]], int], bool] = lambda shares, n: _all(shares) != list(range(n)),
     limited: bool = True,
 ) -> Answer:
-    """Return the solution with fewer or different checks."""
+    """Return a variant of the solution with fewer or different checks."""
 
     def answer(sharding: Sharding) -> bool:
         for n in samples:
@@ -397,16 +399,16 @@ find_bad_sharding = Exercise(
         "tries divisible numbers only": _looking(samples=(12, 24), sizes=(1, 2, 3, 4)),
         "compares sets, which ignore duplicates": _looking(bad=lambda s, n: set(_all(s)) != set(range(n))),
         "compares the number of samples only": _looking(bad=lambda shares, n: sum(map(len, shares)) != n),
-        "requires equal shares": _looking(
+        "requires shards of equal size": _looking(
             bad=lambda s, n: _all(s) != list(range(n)) or max(map(len, s)) - min(map(len, s)) > 1
         ),
-        "reads each share to its end": _looking(limited=False),
+        "reads each shard to its end": _looking(limited=False),
         "never raises an alarm": lambda sharding: False,
     },
     hints=(
-        "Concatenate the shares of all ranks for one world size and one epoch. What must the result contain?",
+        "Concatenate the shards of all ranks for one world size and one epoch. What must the result contain?",
         "Check sorted(all samples) == list(range(samples)). Try 1 to 5 ranks, several epochs, numbers of samples that "
-        "are not divisible, and fewer samples than ranks.",
-        "An error is a bug, too. A share may be infinite: itertools.islice(share, samples + 1) is enough.",
+        "are not multiples of the number of ranks, and fewer samples than ranks.",
+        "An error is a bug, too. A shard may be infinite, so read only itertools.islice(shard, samples + 1).",
     ),
 )

@@ -1,4 +1,4 @@
-"""Exercises of 10_checkpointing: find all state, save several files atomically, and survive kills at random moments."""
+"""Exercises for notebook 10_checkpointing on finding all state, atomic saves of several files, and random kills."""
 
 import copy
 import hashlib
@@ -67,11 +67,11 @@ class MiniTrainer:
 
 _STATE = ("model", "optimizer", "scheduler", "noise", "cursor", "average")
 _WHY = {
-    "model": "The weights are those of a new model.",
-    "optimizer": "AdamW starts over: its averages of the gradient and of the squared gradient are lost.",
+    "model": "The model starts over with its initial weights.",
+    "optimizer": "AdamW starts over without its moving averages of the gradient and the squared gradient.",
     "scheduler": "The learning rate is different.",
-    "noise": "The random numbers are different: the generator starts over.",
-    "cursor": "The run reads different samples: it starts over at the first sample.",
+    "noise": "The generator starts over, so the random numbers are different.",
+    "cursor": "The run starts over at the first sample, so it reads different samples.",
     "average": "The moving average of the weights starts over.",
 }
 
@@ -102,27 +102,27 @@ def _test_state(answer: Answer) -> str:
         state = answer(whole)
         expect(isinstance(state, dict), f"The state must be a dict of attributes, got {type(state).__name__}.")
         for name in state:
-            expect(hasattr(whole, str(name)), f"Keys must be attributes of the trainer for `restore`, got {name!r}.")
+            expect(hasattr(whole, str(name)), f"The keys must be names of trainer attributes, got {name!r}.")
         for _ in range(3):
             whole.step()
         resumed = MiniTrainer()
         resumed.restore(state)
         for name in _STATE:
             if not _equal(_value_of(resumed, name), there[name]):
-                what = "is not restored to its value at the time of saving"
+                what = f"must be restored to its value after step {saved_at}, when it was saved, but differs"
                 copied = name not in state or _equal(_value_of(resumed, name), _value_of(MiniTrainer(), name))
                 if copied:
-                    expect(False, f"Saved after step {saved_at}, {name!r} {what}. {_WHY[name]}")
+                    expect(False, f"{name!r} {what}. {_WHY[name]}")
                 expect(
                     False,
-                    f"Saved after step {saved_at}, {name!r} {what}: further training changed the saved state. A "
-                    "state_dict contains the tensors themselves, so copy them.",
+                    f"{name!r} {what}: further training changed the saved state. A state_dict contains references to "
+                    "the tensors, so copy the tensors.",
                 )
         for _ in range(3):
             resumed.step()
         for name in _STATE:
             expect(_equal(_value_of(resumed, name), _value_of(whole, name)), f"{name!r} differs after 3 more steps.")
-    return "Every part of the resumed run is bitwise identical to the uninterrupted run."
+    return "The state of the resumed run is bitwise identical to the state of the uninterrupted run."
 
 
 def _state_of(trainer: MiniTrainer) -> dict[str, Any]:
@@ -179,8 +179,9 @@ state_of = Exercise(
     },
     hints=(
         "Read __init__. Which of the attributes does step() change?",
-        "Six attributes: model, optimizer, scheduler, noise, cursor, average. `noise.get_state()` is a tensor.",
-        "Return a copy.deepcopy of the whole dict. Otherwise the next step changes the saved state.",
+        "There are six attributes: model, optimizer, scheduler, noise, cursor, average. `noise.get_state()` is a "
+        "tensor.",
+        "Return a deep copy of the whole dict (copy.deepcopy). Otherwise, the next step changes the saved state.",
     ),
 )
 
@@ -188,16 +189,15 @@ state_of = Exercise(
 
 
 class _PowerCutError(Exception):
-    """Power failure of the simulated machine."""
+    """Raised when the simulated machine loses power."""
 
 
 @dataclass
 class Disk:
-    """A simulated disk with the guarantees of a real one, and without folders.
+    """Simulated disk that provides the guarantees of a real disk, but no folders.
 
-    Written data stays in memory until `sync(name)`; new names, renames and removals stay in memory until
-    `sync_names()`. A power failure may lose any part of what is only in memory. The disk applies changes of names in
-    their order.
+    Written data stays in memory until `sync(name)`. New names, renames and removals stay in memory until
+    `sync_names()`. A power failure may lose any data that is only in memory. The disk applies name changes in order.
     """
 
     _names: dict[str, int] = field(default_factory=dict)  # name -> index in `_files`
@@ -211,11 +211,11 @@ class Disk:
         return sorted(self._names)
 
     def read(self, name: str) -> bytes:
-        """Return the content of the file `name`."""
+        """Return the contents of the file `name`."""
         return self._files[self._names[name]]
 
     def write(self, name: str, data: bytes) -> None:
-        """Replace the content of the file `name` with `data`. Creates the file if it does not exist."""
+        """Replace the contents of the file `name` with `data`, or create the file."""
         self._operation()
         if name not in self._names:
             self._change({**self._names, name: len(self._files)})
@@ -228,7 +228,7 @@ class Disk:
         self._safe_files[self._names[name]] = self._files[self._names[name]]
 
     def rename(self, old: str, new: str) -> None:
-        """Rename the file `old` to `new`, replacing any file of that name."""
+        """Rename the file `old` to `new`, and replace any existing file `new`."""
         self._operation()
         names = dict(self._names)
         names[new] = names.pop(old)
@@ -254,7 +254,7 @@ class Disk:
         self._left -= 1
 
     def _after_power_cut(self) -> Iterator["Disk"]:
-        """Yield every possible disk after a power failure now."""
+        """Yield every state in which a power failure now could leave the disk."""
         for names in self._safe_names:
             numbers = sorted(set(names.values()))
             for contents in itertools.product(*(sorted(self._contents(number)) for number in numbers)):
@@ -285,15 +285,15 @@ def _saved_normally(disk: Disk, answer: Answer, which: int) -> None:
         found = _found(after)
         expect(
             found == which,
-            f"If the power fails after your function has returned, {_description(found)}. It must be the new "
-            "checkpoint.",
+            f"If the power fails after your function has returned, {_description(found)}. The disk must contain the "
+            "new checkpoint.",
         )
     used = len(disk._names)
-    expect(used <= 3, f"Two files and the manifest are needed, got {used} files: {', '.join(disk.names())}.")
+    expect(used <= 3, f"The disk must contain at most two files and the manifest, got {', '.join(disk.names())}.")
 
 
 def _found(disk: Disk) -> int | str:
-    """Return the number of the checkpoint that the disk contains, or what is wrong with it."""
+    """Return the index of the checkpoint on the disk, or a description of the problem."""
     try:
         files = read_files(disk)
     except Exception as error:
@@ -302,7 +302,7 @@ def _found(disk: Disk) -> int | str:
 
 
 def _description(found: int | str) -> str:
-    return found if isinstance(found, str) else f"the disk contains the checkpoint of step {found + 1}"
+    return found if isinstance(found, str) else f"the disk contains the checkpoint from step {found + 1}"
 
 
 def _test_save_files(answer: Answer) -> str:
@@ -321,15 +321,15 @@ def _test_save_files(answer: Answer) -> str:
             found = _found(after)
             expect(
                 found in (0, 1),
-                f"If the power fails after operation {operations} of your function, {_description(found)}. It must be "
-                "the complete old or the complete new checkpoint.",
+                f"If the power fails after operation {operations} of your function, {_description(found)}. The disk "
+                "must contain the complete old checkpoint or the complete new checkpoint.",
             )
-            _saved_normally(after, answer, 2)  # what an aborted save has left behind must not disturb the next one
+            _saved_normally(after, answer, 2)  # leftover files of an aborted save must not break the next save
         if done:
             disk._left = float("inf")
             _saved_normally(disk, answer, 2)
             return f"A power failure after any of your {operations} operations leaves a complete checkpoint."
-        expect(operations < 60, "Ten to fifteen operations are enough; your function used more than 60.")
+        expect(operations < 60, "Your function used more than 60 operations. Ten to fifteen are enough.")
     raise AssertionError("unreachable")
 
 
@@ -361,7 +361,7 @@ def _variant(
     names_synced: bool = True,
     manifest_synced: bool = True,
 ) -> Callable[[Disk, dict[str, bytes]], None]:
-    """Return `_save_files` with a mistake."""
+    """Return a variant of `_save_files` with a mistake."""
 
     def save_files(disk: Disk, files: dict[str, bytes]) -> None:
         old = set(json.loads(disk.read("manifest")).values()) if "manifest" in disk.names() else set()
@@ -402,8 +402,8 @@ def _variant(
 
 save_files = Exercise(
     task=(
-        "save_files(disk, files): save a checkpoint that consists of several files, so that a power failure at any "
-        "time leaves the complete old or the complete new checkpoint."
+        "save_files(disk, files): save a checkpoint that consists of several files. A power failure at any time must "
+        "leave either the complete old checkpoint or the complete new checkpoint."
     ),
     test=_test_save_files,
     solution=_save_files,
@@ -418,7 +418,7 @@ save_files = Exercise(
         "keeps the old files": _variant(clean=False),
     },
     hints=(
-        "One rename is atomic, and several renames are not. Which single file decides between old and new?",
+        "One rename is atomic, but several renames are not. Which single file selects the old or the new checkpoint?",
         "Write the new files under names that the old manifest does not contain, and sync them. Then rename a new "
         "manifest to `manifest`.",
         "Remove the old files last. An aborted save may have left files behind; remove them, too.",
@@ -438,7 +438,7 @@ def _new_state(rank: int) -> dict[str, Any]:
 
 
 def _next_state(state: dict[str, Any]) -> dict[str, Any]:
-    """Return the state of one rank after one more step. The state differs between the ranks."""
+    """Return a rank's state after one more step. The state differs between the ranks."""
     generator = torch.Generator()
     generator.set_state(state["rng"])
     weights = 0.9 * state["weights"] + torch.randn(_NUMBERS, generator=generator)
@@ -453,9 +453,10 @@ def _final_state(rank: int) -> dict[str, Any]:
 
 
 class _Killer:
-    """Counts the lines of Python that a rank executes in the answer, and kills the rank at one of them.
+    """Trace function that counts the Python lines executed within the answer, and kills the rank at one of them.
 
-    Half of the kills hit a line of the answer itself, and the others any line, such as one of `torch.save`.
+    Half of the kills occur at a line of the answer itself. The other kills occur at any line, for example in
+    `torch.save`.
     """
 
     def __init__(self, answer: Any, own: int | None = None, line: int | None = None) -> None:
@@ -489,7 +490,7 @@ class _Killer:
 
 
 def _train(rank: int, answer: Any, folder: Path, notes: Path, killer: _Killer) -> None:
-    """Run one rank of one attempt: load, then step and save until the end. The notes say what has happened."""
+    """Run one rank in one attempt. The rank loads a checkpoint, trains, saves after each step, and records notes."""
     dist.init_process_group("gloo", init_method=f"file://{notes}/store", rank=rank, world_size=_RANKS)
     with killer:
         saver = answer(folder)
@@ -541,7 +542,7 @@ def _run_rank(rank: int, answer: Any, folder: Path, notes: Path, killer: _Killer
 
 
 def _attempt(answer: Any, folder: Path, killers: Mapping[int, _Killer]) -> dict[str, dict[int, Any]]:
-    """Start both ranks, wait until they exit, and return their notes. A failed rank ends the other one."""
+    """Start both ranks, wait until they exit, and return their notes. If a rank fails, kill the other rank."""
     with TemporaryDirectory(prefix="attempt-") as name:
         notes, ranks = Path(name), {}
         for rank in range(_RANKS):
@@ -569,30 +570,31 @@ def _attempt(answer: Any, folder: Path, killers: Mapping[int, _Killer]) -> dict[
 
 
 def _errors(errors: Mapping[int, str]) -> str:
-    """Describe the errors, without those of a rank that has lost its connection to a failed rank."""
+    """Describe the errors, except connection errors that the other rank's failure caused."""
     causes = {rank: error for rank, error in errors.items() if "gloo" not in error} or errors
     return " ".join(f"Rank {rank} raised {error}." for rank, error in causes.items())
 
 
 def _judge(notes: dict[str, dict[int, Any]], durable: int, happened: str) -> int:
-    """Check the notes of one attempt, and return the latest step that must be found from now on."""
+    """Check the notes of one attempt, and return the earliest step that later attempts may load."""
     loaded = set(notes["loaded"].values())
-    expect(len(loaded) < 2, f"{happened} Then rank 0 and rank 1 loaded different steps: {sorted(loaded)}.")
-    if not notes["killed"]:  # otherwise, an error of the other rank may be a consequence
+    expect(len(loaded) < 2, f"{happened} Then both ranks must load the same step, got steps {sorted(loaded)}.")
+    if not notes["killed"]:  # otherwise, the other rank's error may be a consequence of the kill
         complete = len(notes["done"]) == _RANKS
         expect(complete, f"{happened} Then the ranks failed. {_errors(notes['error'])}")
     for step in loaded:
         expect(
             step >= durable,
-            f"{happened} Then `load` returned step {step}, although `save` had returned for step {durable}.",
+            f"{happened} Then `load` must return step {durable} or later, because this step was saved, got step "
+            f"{step}.",
         )
     for rank, (right, _) in notes["done"].items():
-        expect(right, f"{happened} Then rank {rank} finished with a different state than an uninterrupted run.")
+        expect(right, f"{happened} Then rank {rank} finished with a state that differs from an uninterrupted run.")
     return max([durable, *loaded, *notes["saved"].values()])
 
 
 def _damage(folder: Path, chance: random.Random) -> str:
-    """Change one bit of the largest files written last, or truncate it."""
+    """Flip one bit in the most recent large file, or truncate the file."""
     files = [path for path in folder.rglob("*") if path.is_file() and path.stat().st_size > _NUMBERS]
     path = max(files, key=lambda each: each.stat().st_mtime_ns)
     if chance.random() < 0.5:
@@ -601,11 +603,11 @@ def _damage(folder: Path, chance: random.Random) -> str:
     data = bytearray(path.read_bytes())
     data[len(data) // 2] ^= 1
     path.write_bytes(data)
-    return f"One bit of {path.name} was changed."
+    return f"One bit of {path.name} was flipped."
 
 
 def _survive(world: World, answer: Any) -> str:
-    """Run the attempts, in a process without threads that can fork ranks."""
+    """Run the attempts in a process that can fork ranks because it has no other threads."""
     chance = random.Random(0)
     torch.set_num_threads(1)
     with TemporaryDirectory(prefix="chaos-") as name:
@@ -634,19 +636,19 @@ def _survive(world: World, answer: Any) -> str:
             one = sum(_size(rank) for rank in range(_RANKS))
             expect(
                 used <= 4 * one,
-                f"The folder must not grow: keep 2 or 3 checkpoints and no unfinished files. A checkpoint has about "
-                f"{one:,} bytes, and the folder has {used:,} bytes after {kills} kills.",
+                f"After {kills} kills, the folder must contain at most {4 * one:,} bytes, got {used:,}. Keep 2 or 3 "
+                f"checkpoints of about {one:,} bytes, and remove unfinished files.",
             )
             happened = f"A run had finished. {_damage(folder, chance)} The run was restarted."
             notes = _attempt(answer, folder, {})
             loaded = sorted(set(notes["loaded"].values()))
             expect(
                 loaded in ([], [_STEPS - 1]),
-                f"{happened} Then `load` must return step {_STEPS - 1} on both ranks, which is the latest undamaged "
-                f"checkpoint, got step {loaded}.",
+                f"{happened} Then `load` must return step {_STEPS - 1}, the latest undamaged checkpoint, on both "
+                f"ranks, got steps {loaded}.",
             )
             _judge(notes, 0, happened)
-    return f"It survived {kills} kills in {runs} runs, and {runs} damaged files."
+    return f"Your class survived {kills} kills in {runs} runs, and {runs} damaged files."
 
 
 def _size(rank: int) -> int:
@@ -715,7 +717,7 @@ class _Checkpoints:
 
 
 class _InPlace(_Checkpoints):
-    """Overwrites one file per rank."""
+    """Variant that overwrites one file per rank."""
 
     def save(self, step: int, state: dict[str, Any]) -> None:
         self.folder.mkdir(parents=True, exist_ok=True)
@@ -728,7 +730,7 @@ class _InPlace(_Checkpoints):
 
 
 class _RanksApart(_InPlace):
-    """Each rank replaces its own file atomically, without regard to the other rank."""
+    """Variant in which each rank replaces its own file atomically, independently of the other rank."""
 
     def save(self, step: int, state: dict[str, Any]) -> None:
         self.folder.mkdir(parents=True, exist_ok=True)
@@ -741,7 +743,7 @@ class _RanksApart(_InPlace):
 
 
 class _DoesNotWait(_Checkpoints):
-    """Rank 1 continues before rank 0 has renamed the folder."""
+    """Variant in which rank 1 continues before rank 0 has renamed the folder."""
 
     def save(self, step: int, state: dict[str, Any]) -> None:
         parts = self.folder / f"step_{step:08}.part"
@@ -769,26 +771,26 @@ class _DoesNotWait(_Checkpoints):
 
 
 class _NoChecksums(_Checkpoints):
-    """Accepts every file that exists."""
+    """Variant that accepts every checkpoint with a manifest."""
 
     def is_valid(self, folder: Path) -> bool:
         return (folder / "manifest.json").exists()
 
 
 class _OnlyTheNewest(_Checkpoints):
-    """Keeps one checkpoint."""
+    """Variant that keeps one checkpoint."""
 
     keep = 1
 
 
 class _KeepsAll(_Checkpoints):
-    """Never removes a checkpoint."""
+    """Variant that never removes a checkpoint."""
 
     keep = 1000
 
 
 class _KeepsTheDamaged(_Checkpoints):
-    """Skips a damaged checkpoint and leaves it in place, so that its step cannot be saved again."""
+    """Variant that leaves a damaged checkpoint in place, so that its step cannot be saved again."""
 
     def load(self) -> tuple[int, dict[str, Any]] | None:
         newest: list[Any] = [None]
@@ -804,14 +806,14 @@ class _KeepsTheDamaged(_Checkpoints):
 checkpoints = Exercise(
     task=(
         "Checkpoints(folder): write a class with the collective methods save(step, state) and load(), for two ranks "
-        "with different states. load returns (step, state) of the latest complete checkpoint, or None. A kill of a "
-        "rank at any moment, or a damaged file, must not cost more than the step in progress."
+        "with different states. load returns (step, state) from the latest complete checkpoint, or None. If a rank is "
+        "killed at any moment, or if a file is damaged, at most one step may be lost."
     ),
     test=_test_checkpoints,
     solution=_Checkpoints,
     wrong={
         "overwrites the files": _InPlace,
-        "replaces the file of each rank separately": _RanksApart,
+        "replaces each rank's file separately": _RanksApart,
         "does not wait for rank 0": _DoesNotWait,
         "does not compare checksums": _NoChecksums,
         "keeps only the newest checkpoint": _OnlyTheNewest,
@@ -819,10 +821,11 @@ checkpoints = Exercise(
         "leaves a damaged checkpoint in place": _KeepsTheDamaged,
     },
     hints=(
-        "All ranks write into one temporary folder. When all of them are finished, rank 0 renames it to step_00000003.",
+        "All ranks write to one temporary folder. When all ranks have finished, rank 0 renames the folder, for example "
+        "to step_00000003.",
         "A manifest with the SHA-256 of each file lets `load` detect a damaged file. Rank 0 chooses the checkpoint and "
         "sends its name to the other ranks with dist.broadcast_object_list.",
-        "Keep the last two checkpoints. Remove invalid ones in `load`, because a rename to a folder with files fails.",
-        "`save` may return only when the checkpoint is complete on all ranks: it ends with dist.barrier().",
+        "Keep the last two checkpoints. Remove invalid checkpoints in `load`: a rename to a non-empty folder fails.",
+        "`save` may return only when the checkpoint is complete, so call dist.barrier() at the end.",
     ),
 )

@@ -1,4 +1,4 @@
-"""Exercises of deep_dives/choosing_a_bucket_size: exposed communication, measuring a link, and optimal buckets."""
+"""Exercises for deep dive choosing_a_bucket_size on exposed communication, measuring a link, and optimal buckets."""
 
 import random
 import statistics
@@ -17,8 +17,8 @@ _TRACES: tuple[tuple[list[Interval], list[Interval], float, str], ...] = (
     ([(30, 50)], [(20, 60)], 0, "the all-reduce runs during the backward pass"),
     ([(50, 75)], [(20, 60)], 15, "the all-reduce starts during the backward pass and ends after it"),
     ([(10, 70)], [(20, 60)], 20, "the all-reduce starts before the backward pass and ends after it"),
-    ([(70, 80), (30, 40), (55, 65)], [(20, 60)], 15, "there are three all-reduces, not in order"),
-    ([(10, 30), (50, 130)], [(100, 120), (20, 60)], 60, "there are two backward passes, not in order"),
+    ([(70, 80), (30, 40), (55, 65)], [(20, 60)], 15, "the three all-reduces are not in order"),
+    ([(10, 30), (50, 130)], [(100, 120), (20, 60)], 60, "the two backward passes are not in order"),
     ([(0, 10)], [], 10, "there is no backward pass"),
     ([], [(20, 60)], 0, "there is no all-reduce"),
 )
@@ -32,7 +32,7 @@ def _test_exposed(answer: Answer) -> str:
             f"exposed({transfers}, {backwards}) must be {true:g}, got {got!r}: {story}. The all-reduces do not overlap "
             "with each other, and neither do the backward passes.",
         )
-    return "You count only the time in which the link works and no backward pass runs."
+    return "Your function counts only the time during which the link communicates and no backward pass runs."
 
 
 def _exposed(transfers: Sequence[Interval], backwards: Sequence[Interval]) -> float:
@@ -69,8 +69,8 @@ def _exposed_negative(transfers: Sequence[Interval], backwards: Sequence[Interva
 
 exposed = Exercise(
     task=(
-        "exposed(transfers, backwards): both are lists of (start, end). Return how long the link communicates while no "
-        "backward pass runs."
+        "exposed(transfers, backwards): both arguments are lists of (start, end). Return the total time during which "
+        "the link communicates and no backward pass runs."
     ),
     test=_test_exposed,
     solution=_exposed,
@@ -84,7 +84,7 @@ exposed = Exercise(
     hints=(
         "Exposed communication is all communication minus the overlapped part.",
         "Two intervals (a, b) and (c, d) overlap for min(b, d) - max(a, c), or for 0 if that is negative.",
-        "Sum the overlaps of all pairs of a transfer and a backward pass.",
+        "Sum the overlaps over all pairs of a transfer and a backward pass.",
     ),
 )
 
@@ -92,7 +92,7 @@ exposed = Exercise(
 
 
 def _samples(latency: float, bandwidth: float, seed: int) -> list[tuple[int, float]]:
-    """Return 200 measurements of 8 sizes. Most of them are delayed, and none is faster than the link."""
+    """Return 200 measurements for 8 sizes. Most measurements are delayed, and none is faster than the link."""
     generator = random.Random(seed)
     sizes = [4 * 8**k for k in range(8)]  # 4 bytes to 8 MB
     samples = []
@@ -113,13 +113,13 @@ def _test_measure_link(answer: Answer) -> str:
         got = answer(_samples(latency, bandwidth, seed))
         expect(
             isinstance(got, tuple) and len(got) == 2,
-            f"measure_link must return the tuple (latency, bandwidth), got {got!r}.",
+            f"measure_link must return a tuple (latency, bandwidth), got {got!r}.",
         )
         for name, value, true in (("latency", got[0], latency), ("bandwidth", got[1], bandwidth)):
             expect(
                 abs(value / true - 1) < 0.1,
-                f"The link has a latency of {latency:g} s and a bandwidth of {bandwidth:g} bytes/s. Your {name} is "
-                f"{value:g}, off by {value / true - 1:+.0%}.",
+                f"The {name} must be within 10 % of {true:g}, got {value:g} ({value / true - 1:+.0%}). The link's "
+                f"latency is {latency:g} s, and its bandwidth is {bandwidth:g} bytes/s.",
             )
     return "Your latency and bandwidth are within 10 % on four links, although most samples were delayed."
 
@@ -157,19 +157,20 @@ def _measure_least_squares(samples: Sequence[tuple[int, float]]) -> tuple[float,
 
 measure_link = Exercise(
     task=(
-        "measure_link(samples): samples are (bytes, seconds) of many messages of 4 bytes to 8 MB. Most are delayed. "
-        "Return (latency, bandwidth), where a message of n bytes takes latency + n / bandwidth without a delay."
+        "measure_link(samples): `samples` is a list of (bytes, seconds) for many messages of 4 bytes to 8 MB. Most "
+        "messages are delayed. Without a delay, a message of n bytes takes latency + n / bandwidth. Return (latency, "
+        "bandwidth)."
     ),
     test=_test_measure_link,
     solution=_measure_link,
     wrong={
-        "averages the samples of a size": _measure_by_mean,
-        "takes the median of a size, although most are delayed": _measure_by_median,
-        "divides the largest message by its whole time": _measure_without_latency,
+        "averages the samples for each size": _measure_by_mean,
+        "takes the median for each size, although most samples are delayed": _measure_by_median,
+        "divides the largest message's size by its total time": _measure_without_latency,
         "fits a line to all samples": _measure_least_squares,
     },
     hints=(
-        "A delay only makes a sample slower. Which statistic of a size ignores delays?",
+        "A delay only makes a sample slower. Which statistic of the samples for one size ignores delays?",
         "The smallest message has almost no bytes, so its fastest sample is the latency.",
         "For the bandwidth, subtract the latency from the fastest sample of the largest message.",
     ),
@@ -181,7 +182,7 @@ Buckets = Sequence[Sequence[int]]
 
 
 def _end(buckets: Buckets, ready: Sequence[float], nbytes: Sequence[int], latency: float, bandwidth: float) -> float:
-    """Return when the last all-reduce ends."""
+    """Return the time at which the last all-reduce ends."""
     free = 0.0
     for bucket in buckets:
         start = max(free, *(ready[index] for index in bucket))
@@ -190,7 +191,7 @@ def _end(buckets: Buckets, ready: Sequence[float], nbytes: Sequence[int], latenc
 
 
 def _all_splits(count: int) -> Iterator[Buckets]:
-    """Return all ways to split `count` gradients into consecutive buckets."""
+    """Yield all ways to split `count` gradients into consecutive buckets."""
     for cuts in range(count):
         for places in combinations(range(1, count), cuts):
             yield [range(a, b) for a, b in pairwise([0, *places, count])]
@@ -201,7 +202,7 @@ def _problem(count: int, seed: int) -> tuple[list[float], list[int], float, floa
     steps = [generator.choice([0.5, 1.0, 3.0]) for _ in range(count)]
     ready = [sum(steps[: k + 1]) for k in range(count)]
     nbytes = [generator.choice([1, 10, 200, 1000]) for _ in range(count)]
-    carrying = ready[-1] * generator.choice([0.5, 1.0, 1.5])  # of all bytes
+    carrying = ready[-1] * generator.choice([0.5, 1.0, 1.5])  # time to send all bytes, without latency
     return ready, nbytes, round(ready[-1] / 20, 2), float(round(sum(nbytes) / carrying))
 
 
@@ -214,16 +215,16 @@ def _test_best_buckets(answer: Answer) -> str:
         case = f"best_buckets with {count} gradients" + (f", {problem}," if count < 10 else "")
         expect(
             [index for bucket in got for index in bucket] == list(range(count)) and all(got),
-            f"{case} must return lists of indices that contain 0 to {count - 1} in this order, got {got}.",
+            f"{case} must return lists that contain the indices 0 to {count - 1} in this order, got {got}.",
         )
         best = min(_end(each, *problem) for each in _all_splits(count)) if count < 10 else _optimum(*problem)
         mine = _end(got, *problem)
         expect(
             mine < best * (1 + 1e-9),
-            f"{case} has a better answer: the last all-reduce ends at {mine:.3f} s, and can end at {best:.3f} s.",
+            f"{case} must return buckets whose last all-reduce ends at {best:.3f} s, got {mine:.3f} s.",
         )
-        expect(took < 5, f"{case} took {took:.0f} s of CPU time. There are too many assignments to try all of them.")
-    return "Your buckets are optimal for 9 gradients and for 300, at any latency and bandwidth."
+        expect(took < 5, f"{case} must take less than 5 s of CPU time, got {took:.0f} s. Do not try all assignments.")
+    return "Your buckets are optimal for 2, 9 and 300 gradients, at all tested latencies and bandwidths."
 
 
 def _optimum(ready: Sequence[float], nbytes: Sequence[int], latency: float, bandwidth: float) -> float:
@@ -258,7 +259,7 @@ def _one_each(ready: Sequence[float], nbytes: Sequence[int], latency: float, ban
 
 
 def _same_cap(ready: Sequence[float], nbytes: Sequence[int], latency: float, bandwidth: float) -> list[list[int]]:
-    """The best answer with one cap for all buckets."""
+    """Return the best buckets that use the same cap for all buckets."""
 
     def split(cap: int) -> list[list[int]]:
         buckets: list[list[int]] = [[]]
@@ -275,7 +276,7 @@ def _same_cap(ready: Sequence[float], nbytes: Sequence[int], latency: float, ban
 def _all_that_is_ready(
     ready: Sequence[float], nbytes: Sequence[int], latency: float, bandwidth: float
 ) -> list[list[int]]:
-    """Sends everything that is ready whenever the link is free."""
+    """Return buckets that contain all ready gradients whenever the link is free."""
     buckets: list[list[int]] = []
     free, index = 0.0, 0
     while index < len(ready):
@@ -293,14 +294,15 @@ def _drops_the_last(ready: Sequence[float], nbytes: Sequence[int], latency: floa
 
 best_buckets = Exercise(
     task=(
-        "best_buckets(ready, nbytes, latency, bandwidth): gradient i is ready at ready[i], which ascends, and has "
-        "nbytes[i] bytes. Return buckets, as lists of consecutive indices, whose last all-reduce ends as early as "
-        "possible. A bucket of n bytes takes latency + n / bandwidth, and the link carries one bucket at a time."
+        "best_buckets(ready, nbytes, latency, bandwidth): gradient i has nbytes[i] bytes and is ready at time "
+        "ready[i]. The times are in ascending order. Return buckets (lists of consecutive indices) whose last "
+        "all-reduce ends as early as possible. A bucket of n bytes takes latency + n / bandwidth, and the link sends "
+        "one bucket at a time."
     ),
     test=_test_best_buckets,
     solution=_best_buckets,
     wrong={
-        "always makes one bucket": _one_bucket,
+        "always returns one bucket": _one_bucket,
         "sends every gradient separately": _one_each,
         "uses the same cap for all buckets": _same_cap,
         "sends all ready gradients whenever the link is free": _all_that_is_ready,
@@ -308,9 +310,9 @@ best_buckets = Exercise(
     },
     hints=(
         "Let best(i) be the earliest time at which the first i gradients can be sent. best(0) is 0.",
-        "If the last bucket contains the gradients j to i - 1, it ends at max(best(j), ready[i - 1]) + latency + its "
-        "bytes / bandwidth. best(i) is the minimum over all j.",
-        "Compute best(1), best(2), ... in a list, and store the j of each minimum. Follow these back from the end to "
-        "get the buckets.",
+        "If the last bucket contains the gradients j to i - 1, it ends at max(best(j), ready[i - 1]) + latency + "
+        "bucket_bytes / bandwidth. best(i) is the minimum over all j.",
+        "Compute best(1), best(2), ... in a list, and store the j of each minimum. Follow these indices back from the "
+        "end to find the buckets.",
     ),
 )

@@ -1,4 +1,4 @@
-"""Exercises of 15_cluster: unreachable hosts, the transports in NCCL's log, and a hierarchical all-reduce."""
+"""Exercises for notebook 15_cluster on unreachable hosts, transports in NCCL's log, and a hierarchical all-reduce."""
 
 import os
 import re
@@ -53,7 +53,7 @@ def _test_who_is_lost(answer: Answer) -> str:
     for story, missed, right in cases:
         got = answer({host: set(each) for host, each in missed.items()})
         if not isinstance(got, (set, frozenset)):
-            raise WrongAnswerError(f"The result must be a set of names, got {got!r}.")
+            raise WrongAnswerError(f"The result must be a set of host names, got {got!r}.")
         expect(got == right, f"{story}: for {missed}, the result must be {right or 'empty'}, got {got or 'empty'}.")
     return "One host's view is not enough: if n1 is unplugged, n1 cannot reach any other host."
 
@@ -61,7 +61,7 @@ def _test_who_is_lost(answer: Answer) -> str:
 who_is_lost = Exercise(
     task=(
         "who_is_lost(missed): return the set of hosts that no other host can reach. `missed` maps each host that still "
-        "reports to the hosts that did not answer it, such as {'n0': {'n1'}, 'n2': {'n1'}}."
+        "reports to the set of hosts that it cannot reach, such as {'n0': {'n1'}, 'n2': {'n1'}}."
     ),
     test=_test_who_is_lost,
     solution=_who_is_lost,
@@ -72,7 +72,7 @@ who_is_lost = Exercise(
     },
     hints=(
         "To decide about n1, use the reports of all hosts except n1 itself.",
-        "A host without power is not a key of `missed`, but may be lost: collect the names from the sets, too.",
+        "A host without power is not a key of `missed`, but may be lost. Collect host names from the sets, too.",
         "A host is lost if it is in missed[other] for every other host that reports.",
     ),
 )
@@ -82,7 +82,7 @@ who_is_lost = Exercise(
 Links = dict[tuple[str, str], set[str]]
 
 # Two hosts with two GPUs each. n1 has no InfiniBand device, so n1 sends and receives through TCP sockets, but n0 sends
-# on InfiniBand in one channel. The lines of a real log are equally unsorted.
+# through InfiniBand in one channel. The lines are unsorted, as in a real log.
 _LOG = """\
 n0:919:1150 [0] NCCL INFO Bootstrap : Using eth0:10.0.0.1<0>
 n0:919:1150 [0] NCCL INFO NET/IB : Using [0]mlx5_0:1/IB [1]mlx5_1:1/IB ; OOB eth0:10.0.0.1<0>
@@ -95,7 +95,7 @@ n0:920:1151 [1] NCCL INFO Channel 00/0 : 1[1] -> 3[1] [send] via NET/IB/1/GDRDMA
 n1:404:771 [1] NCCL INFO Channel 00/0 : 3[1] -> 2[0] via P2P/CUMEM
 n1:404:771 [1] NCCL INFO Connected all rings
 """
-# One rank per host, so no host communicates inside. n3 logs only what it receives: its other lines are missing.
+# One rank per host, so no communication stays inside a host. Of n3's lines, only the [receive] line is included.
 _LOG_OF_FOUR = """\
 n3:12:51 [0] NCCL INFO Channel 00/0 : 2[0] -> 3[0] [receive] via NET/IB/10/GDRDMA
 n2:12:51 [0] NCCL INFO Channel 00/0 : 2[0] -> 3[0] [send] via NET/IB/10/GDRDMA
@@ -138,7 +138,7 @@ def _links(log: str) -> Links:
     for _, sender, receiver, _, transport in lines:
         pair = host_of[sender], host_of.get(receiver, "")
         if transport.startswith("NET/"):
-            found.setdefault(pair, set()).add(re.sub(r"/\d+", "", transport))  # without the number of the NIC
+            found.setdefault(pair, set()).add(re.sub(r"/\d+", "", transport))  # without the NIC number
     return found
 
 
@@ -189,19 +189,19 @@ def _test_links(answer: Answer) -> str:
                 f"{case}: for {pair}, the result must be {sorted(right.get(pair, set())) or 'missing'}, got "
                 f"{sorted(got.get(pair, set())) or 'nothing'}. The log is:\n{log}",
             )
-    return "One host whose network falls back to TCP slows every all-reduce down, and no error appears."
+    return "If one host falls back to TCP, every all-reduce becomes slower, but no error is raised."
 
 
 links = Exercise(
     task=(
-        "links(log): `log` is the NCCL_DEBUG=INFO output of all ranks. Return how different hosts communicate: a dict "
-        "that maps (sending host, receiving host), such as ('n0', 'n1'), to the set of transports, such as "
-        "{'NET/IB/GDRDMA', 'NET/Socket'}, without the number of the NIC."
+        "links(log): `log` is the NCCL_DEBUG=INFO output of all ranks. Return a dict that maps each pair of different "
+        "hosts (sender, receiver), such as ('n0', 'n1'), to the set of transports between them without NIC numbers, "
+        "such as {'NET/IB/GDRDMA', 'NET/Socket'}."
     ),
     test=_test_links,
     solution=_links,
     wrong={
-        "keeps the number of the NIC": _keeps_the_number,
+        "keeps the NIC number": _keeps_the_number,
         "assumes that the sender prints every line": _sender_prints_every_line,
         "reads only the sending side": _send_lines_only,
         "includes the links inside a host": _with_links_inside,
@@ -220,19 +220,19 @@ links = Exercise(
 AllReduce = Callable[[torch.Tensor], None]
 _HOSTS = (2, 3)
 _PER_HOST = 2
-_LENGTHS = (1, 7, 500_001)  # the last one is long enough to measure, and the number of ranks divides none of them
-_MOST = 1.2  # times the bytes of the payload: headers, and messages of the protocol
+_LENGTHS = (1, 7, 500_001)  # not divisible by the number of ranks; the last is long enough to measure
+_MOST = 1.2  # factor over the payload bytes, for headers and protocol messages
 
 
 class _Reduced(NamedTuple):
-    """The outcome on one rank."""
+    """Result of the check on one rank."""
 
     right: list[bool]  # for each length
-    sent: int  # bytes of the last tensor that this rank sent to other hosts
+    sent: int  # bytes that this rank sent to other hosts for the last tensor
 
 
 def _bytes_sent_away() -> dict[int, int]:
-    """Return, for each open TCP socket to a different host, the bytes that the kernel has delivered."""
+    """Return the bytes that the kernel has delivered to other hosts, by file descriptor of the TCP socket."""
     found = {}
     for path in Path("/proc/self/fd").iterdir():
         try:
@@ -268,7 +268,7 @@ def _reduce_on_rank(world: World, make: Callable[[World], AllReduce], measure: b
         all_reduce(tensor)
         right.append(torch.equal(tensor, true))
     dist.barrier()
-    time.sleep(0.05)  # the kernel counts bytes when the other host has acknowledged them
+    time.sleep(0.05)  # the kernel counts bytes after the other host has acknowledged them
     after = _bytes_sent_away() if measure else {}
     return _Reduced(right, sum(count - before.get(fd, 0) for fd, count in after.items()))
 
@@ -279,13 +279,13 @@ def _on_one_machine(world: World, make: Callable[[World], AllReduce]) -> _Reduce
 
 
 def _check_reduced(hosts: int, ranks: list[_Reduced], measured: bool) -> None:
-    case = f"{hosts} hosts with {_PER_HOST} ranks each"
+    case = f"With {hosts} hosts, {_PER_HOST} ranks per host"
     for length, *right in zip(_LENGTHS, *(rank.right for rank in ranks), strict=True):
         wrong = [rank for rank, is_right in enumerate(right) if not is_right]
         expect(
             not wrong,
-            f"{case}, a tensor of {length:,} numbers: the result is not the sum over all ranks on ranks {wrong}. Leave "
-            "the sum in the tensor itself.",
+            f"{case} and a tensor of {length:,} elements, the tensor must contain the sum over all ranks, but does not "
+            f"on ranks {wrong}. Write the sum to the tensor itself.",
         )
     if not measured:
         return
@@ -294,19 +294,20 @@ def _check_reduced(hosts: int, ranks: list[_Reduced], measured: bool) -> None:
     sent = [sum(rank.sent for rank in ranks[first : first + _PER_HOST]) for first in range(0, len(ranks), _PER_HOST)]
     expect(
         max(sent) < _MOST * fewest,
-        f"{case}, a tensor of {payload:,} bytes: {fewest:,.0f} bytes across the link are enough for each host, but a "
-        f"host sent {max(sent):,}. Only sums over a host's ranks must leave the host, and each part only once.",
+        f"{case} and a tensor of {payload:,} bytes, each host needs to send only {fewest:,.0f} bytes, but a host sent "
+        f"{max(sent):,}. Send only sums over the host's ranks to other hosts, and each element only once.",
     )
     share, most = fewest / _PER_HOST, max(rank.sent for rank in ranks)
     expect(
         most < _MOST * share,
-        f"{case}, a tensor of {payload:,} bytes: the hosts send few bytes, but one rank sent {most:,} of them, and "
-        f"{share:,.0f} are enough. If every rank has a NIC, the other NICs are idle. Split the work among the ranks.",
+        f"{case} and a tensor of {payload:,} bytes, each rank needs to send only {share:,.0f} bytes to other hosts, "
+        f"but one rank sent {most:,}. If every rank has a NIC, the other NICs are idle. Split the bytes among the "
+        "ranks.",
     )
 
 
 def _require_an_answer(answer: Answer) -> None:
-    """Raise `NotImplementedError` for a function that is not filled in yet, before the hosts are created."""
+    """Raise `NotImplementedError` before the hosts are created if the answer is not filled in yet."""
     try:
         answer(World(0, 1))
     except NotImplementedError:
@@ -317,12 +318,12 @@ def _require_an_answer(answer: Answer) -> None:
 
 def _test_hierarchical(answer: Answer) -> str:
     _require_an_answer(answer)
-    stuck = "A rank waits forever. Every rank must create the same groups in the same order, also those of other ranks."
+    stuck = "A rank waits forever. Every rank must create all groups in the same order, even the groups of other ranks."
     if reason := unsupported_reason():
         for hosts in _HOSTS:
             ranks = on_ranks(_on_one_machine, hosts * _PER_HOST, answer, stuck=stuck, timeout=60)
             _check_reduced(hosts, ranks, measured=False)
-        return f"The sums are right. The bytes between hosts were not measured ({reason})."
+        return f"The sums are correct. The bytes between hosts were not measured ({reason})."
     with Cluster(max(_HOSTS), "1gbit") as cluster:
         for hosts in _HOSTS:
             try:
@@ -338,7 +339,7 @@ def _test_hierarchical(answer: Answer) -> str:
             except RankTimeoutError as error:
                 raise WrongAnswerError(f"{stuck}\n{error}") from None
             _check_reduced(hosts, ranks, measured=True)
-    return "A host sends fewer bytes than in one ring over all ranks, and its ranks share them equally."
+    return "Each host sends fewer bytes than in one ring over all ranks, and its ranks send equal numbers of bytes."
 
 
 def _hierarchical(world: World) -> AllReduce:
@@ -430,9 +431,9 @@ def _drops_the_remainder(world: World) -> AllReduce:
 hierarchical = Exercise(
     task=(
         "hierarchical(world): return a function that sums a one-dimensional tensor of any length over all ranks, in "
-        "place. With H hosts, a host sends only 2 (H - 1) / H times the tensor's bytes to other hosts, and each of its "
-        "ranks sends the same number of them. Ranks are numbered host by host; world.local_rank and world.local_size "
-        "are the rank and the number of ranks on a host."
+        "place. With H hosts, each host must send only 2 (H - 1) / H times the tensor's bytes to other hosts, split "
+        "equally among its ranks. Ranks are numbered host by host. world.local_rank is the rank within the host, and "
+        "world.local_size is the number of ranks per host."
     ),
     test=_test_hierarchical,
     solution=_hierarchical,
@@ -448,7 +449,7 @@ hierarchical = Exercise(
         "Use two kinds of groups: the ranks of one host, and the ranks of all hosts that have the same local rank.",
         "dist.new_group(ranks) is collective: every rank calls it for every group, in the same order, and keeps the "
         "two groups that it belongs to.",
-        "Reduce-scatter inside the host, all-reduce the part across the hosts, and all-gather inside the host. Pad the "
+        "Reduce-scatter inside the host, all-reduce the chunk across hosts, and all-gather inside the host. Pad the "
         "tensor to a multiple of world.local_size.",
     ),
 )

@@ -1,4 +1,4 @@
-"""Exercises of 02_collectives: tensors of any length, a matrix transpose, a ring and a halving-doubling all-reduce."""
+"""Exercises for notebook 02_collectives on tensors of any length, a transpose, a ring, and halving and doubling."""
 
 import math
 import re
@@ -24,12 +24,12 @@ _LENGTHS = (6, 7, 8, 1)
 
 def _instead(*_: object, **__: object) -> None:
     raise WrongAnswerError(
-        "Do not call torch's own all-reduce. Build one from reduce_scatter_tensor and all_gather_into_tensor."
+        "Do not call dist.all_reduce. Build the all-reduce from reduce_scatter_tensor and all_gather_into_tensor."
     )
 
 
 def _run_any_length(world: World, answer: Answer) -> list[list[float] | str]:
-    """Return the answer's result for each length. If torch raises an error (on all ranks), its message comes last."""
+    """Return the answer's result for each length. If torch raises an error (on all ranks), the message is last."""
     results: list[list[float] | str] = []
     for length in _LENGTHS:
         mine = (torch.arange(float(length)) + 1) * 10**world.rank
@@ -45,26 +45,26 @@ def _run_any_length(world: World, answer: Answer) -> list[list[float] | str]:
 
 
 def _test_any_length(answer: Answer) -> str:
-    stuck = "A rank waits forever. All ranks must enter both collectives, with equal lengths."
+    stuck = "A rank waits forever. All ranks must enter both collectives, with tensors of equal length."
     results = on_ranks(_run_any_length, 3, answer, stuck=stuck, timeout=20)
     for rank, seen in enumerate(results):
         for length, got in zip(_LENGTHS, seen, strict=False):
-            case = f"3 ranks, each with {length} numbers"
+            case = f"With 3 ranks and {length} elements per rank"
             expect(
                 not isinstance(got, str),
-                f"{case}: torch raises an error ({got}). reduce_scatter_tensor splits a tensor into equal chunks: pad "
-                f"{length} numbers to a multiple of 3.",
+                f"{case}, torch raises an error ({got}). reduce_scatter_tensor requires equal chunks, so pad the "
+                f"{length} elements to a multiple of 3.",
             )
             true = [111.0 * (i + 1) for i in range(length)]
             expect(
                 got == true,
-                f"{case}: the sum is\n  {true} ({length} numbers);\nrank {rank} returned\n  {got} ({len(got)}).",
+                f"{case}, rank {rank} must return the sum\n  {true} ({length} elements),\ngot\n  {got} ({len(got)}).",
             )
-    return f"All three ranks return the sum, for lengths {', '.join(map(str, _LENGTHS))}."
+    return f"All three ranks return the sum for the lengths {', '.join(map(str, _LENGTHS))}."
 
 
 def _any_length(world: World, tensor: torch.Tensor) -> torch.Tensor:
-    padded = F.pad(tensor, (0, -len(tensor) % world.size))  # append zeros up to a multiple
+    padded = F.pad(tensor, (0, -len(tensor) % world.size))  # append zeros up to a multiple of the world size
     chunk = padded.new_empty(len(padded) // world.size)
     dist.reduce_scatter_tensor(chunk, padded)
     dist.all_gather_into_tensor(padded, chunk)
@@ -115,8 +115,8 @@ any_length = Exercise(
     },
     hints=(
         "Both collectives require chunks of equal length. What can you append without changing the sum?",
-        "-len(tensor) % world.size zeros are missing; torch.nn.functional.pad(tensor, (0, missing)) appends them.",
-        "chunk = padded.new_empty(len(padded) // world.size); then both collectives; then remove the padding.",
+        "With missing = -len(tensor) % world.size, torch.nn.functional.pad(tensor, (0, missing)) appends enough zeros.",
+        "Create chunk = padded.new_empty(len(padded) // world.size). Call both collectives, and remove the padding.",
     ),
 )
 
@@ -128,7 +128,7 @@ _ROWS = (1, 2)  # rows per rank
 def _run_transpose(world: World, answer: Answer) -> list[torch.Tensor | str]:
     """Return the answer's rows of the transposed matrix for each number of rows per rank.
 
-    The entry in row i and column j of the matrix is 10 i + j. If torch raises an error, its message comes last.
+    The entry in row i and column j of the matrix is 10 i + j. If torch raises an error, the message is last.
     """
     results: list[torch.Tensor | str] = []
     names = [name for name in _OTHERS if name not in {"all_to_all", "all_to_all_single", "isend", "irecv"}]
@@ -155,24 +155,24 @@ def _test_transpose(answer: Answer) -> str:
     for rank, results in enumerate(on_ranks(_run_transpose, size, answer, stuck=stuck, timeout=20)):
         for rows, got in zip(_ROWS, results, strict=False):
             width = rows * size
-            case = f"{size} ranks with {rows} of the {width} rows each"
-            expect(not isinstance(got, str), f"{case}: torch raises an error ({got}).")
+            case = f"With {size} ranks and {rows} rows per rank"
+            expect(not isinstance(got, str), f"{case}, torch raises an error ({got}).")
             true = 10.0 * torch.arange(width) + torch.arange(rows * rank, rows * (rank + 1))[:, None]
             expect(
                 got.shape == true.shape,
-                f"{case}: the result must have the shape {list(true.shape)}, got {list(got.shape)}.",
+                f"{case}, the result must have the shape {list(true.shape)}, got {list(got.shape)}.",
             )
             expect(
                 torch.equal(got, true),
-                f"{case}, where the entry in row i and column j is 10 i + j: rank {rank} must return\n"
-                f"  {true.tolist()};\nit returned\n  {got.tolist()}.",
+                f"{case}, rank {rank} must return\n  {true.tolist()},\ngot\n  {got.tolist()}.\nThe entry in row i and "
+                "column j of the matrix is 10 i + j.",
             )
-    return f"With {_ROWS[0]} and {_ROWS[1]} rows per rank, every rank has its rows of the transposed matrix."
+    return f"With {_ROWS[0]} and {_ROWS[1]} rows per rank, every rank returns its rows of the transposed matrix."
 
 
 def _transpose(world: World, rows: torch.Tensor) -> torch.Tensor:
     count = len(rows)
-    # Block r contains this rank's rows and the columns that become rows on rank r. It is sent transposed.
+    # Block r contains the columns of `rows` that become rows on rank r. The block is sent transposed.
     outgoing = rows.reshape(count, world.size, count).permute(1, 2, 0).contiguous()
     incoming = torch.empty_like(outgoing)
     dist.all_to_all_single(incoming, outgoing)
@@ -217,30 +217,30 @@ def _own_block_only(world: World, rows: torch.Tensor) -> torch.Tensor:
 transpose = Exercise(
     task=(
         "transpose(world, rows): every rank has the same number of consecutive rows of a square matrix. Return the "
-        "same rows of the transposed matrix. Use one dist.all_to_all_single."
+        "rows with the same indices from the transposed matrix. Call dist.all_to_all_single once."
     ),
     test=_test_transpose,
     solution=_transpose,
     wrong={
         "does not transpose the blocks": _without_transposing_blocks,
-        "splits its rows in the order of the memory": _in_order_of_memory,
+        "splits its rows in memory order": _in_order_of_memory,
         "puts the received blocks below each other": _blocks_below_each_other,
         "gathers the full matrix on every rank": _gathers_the_matrix,
         "transposes its own block and sends nothing": _own_block_only,
     },
     hints=(
         "Split the rows into one square block per rank. Which rank needs which block?",
-        "dist.all_to_all_single(incoming, outgoing) sends outgoing[r] to rank r, and incoming[s] comes from rank s. "
-        "Both tensors must be contiguous: outgoing needs the shape [ranks, rows, rows].",
-        "rows.reshape(count, world.size, count).permute(1, 2, 0).contiguous() contains the transposed blocks. The "
-        "received blocks belong side by side.",
+        "dist.all_to_all_single(incoming, outgoing) sends outgoing[r] to rank r, and receives incoming[s] from rank s. "
+        "Both tensors must be contiguous. The shape of outgoing must be [ranks, rows, rows].",
+        "rows.reshape(count, world.size, count).permute(1, 2, 0).contiguous() contains the transposed blocks. "
+        "Place the received blocks side by side.",
     ),
 )
 
 # ---------------------------------------------------------------------------------------------------- 3. the whole ring
 
 _SIZES = (2, 3, 4)
-_LENGTHS_IN_PLACE = (12, 7, 3)  # divides by all sizes; by none; shorter than a ring of four
+_LENGTHS_IN_PLACE = (12, 7, 3)  # divisible by all sizes; by no size; shorter than a ring of four
 _TIMEOUT = 10.0  # seconds that a rank waits in one send or receive
 _OTHERS = (
     *("all_reduce", "reduce", "broadcast", "all_gather", "all_gather_into_tensor", "gather", "scatter"),
@@ -250,34 +250,37 @@ _OTHERS = (
 
 
 class _Run(NamedTuple):
-    """Effects of the answer on one tensor of this rank: the values in the tensor, and the messages that it sent."""
+    """Final values of one of this rank's tensors, and the messages that the rank sent for this tensor."""
 
     got: list[float]
-    sent: dict[int, int]  # bytes to each rank
+    sent: dict[int, int]  # bytes sent to each rank
     messages: int
 
 
 def _not_this(allowed: str, name: str, *_: object, **__: object) -> None:
-    raise WrongAnswerError(f"Use only {allowed}; your answer called dist.{name}.")
+    raise WrongAnswerError(f"Your answer must use only {allowed}, but called dist.{name}.")
 
 
 def _wait(begin: Callable[..., Any], what: str, world: World, tensor: torch.Tensor, other: int) -> None:
-    """Send or receive like the blocking function of torch, but with a timeout."""
-    case = f"{world.size} ranks: rank {world.rank} {what} rank {other}"
-    expect(0 <= other < world.size and other != world.rank, f"{case}, which is not a different rank of the group.")
+    """Send or receive like torch's blocking function, but with a timeout."""
+    case = f"With {world.size} ranks, rank {world.rank} {what} rank {other}"
+    expect(
+        0 <= other < world.size and other != world.rank,
+        f"{case}, which is not a different rank from 0 to {world.size - 1}.",
+    )
     try:
         begin(tensor, other).wait(timedelta(seconds=_TIMEOUT))
     except RuntimeError as error:
         if "timed out" not in str(error).lower() and "timeout" not in str(error).lower():
             raise
         raise WrongAnswerError(
-            f"{case}, and has waited for {_TIMEOUT:.0f} seconds. Blocking calls that wait for one another in a cycle "
-            "never return: does each rank receive while its neighbor sends?"
+            f"{case} and has waited for {_TIMEOUT:.0f} seconds. Blocking calls that wait for each other in a cycle "
+            "never return. Does each rank receive while its neighbor sends?"
         ) from None
 
 
 def _run_all_reduce(world: World, answer: Answer, sizes: Sequence[int]) -> list[_Run | None]:
-    """Run the answer on the first ranks, as many as each of `sizes`, with tensors of each length."""
+    """Run the answer on the first `size` ranks for each size in `sizes`, with a tensor of each length."""
     isend, irecv = dist.isend, dist.irecv
     runs: list[_Run | None] = []
     for size in sizes:
@@ -318,13 +321,13 @@ def _sums_in_place(answer: Answer, sizes: Sequence[int]) -> Iterator[tuple[str, 
     cases = [(size, length) for size in sizes for length in _LENGTHS_IN_PLACE]
     for number, (size, length) in enumerate(cases):
         runs: list[_Run] = [of_ranks[rank][number] for rank in range(size)]
-        case = f"{size} ranks, each with {length} numbers"
+        case = f"With {size} ranks and {length} elements per rank"
         true = [float("1" * size) * (i + 1) for i in range(length)]
         for rank, run in enumerate(runs):
             expect(
                 run.got == true,
-                f"{case}: the sum is\n  {true};\nafter your answer, rank {rank} has\n  {run.got}, where each digit is "
-                "the contribution of one rank. Leave the sum in the tensor itself, on every rank.",
+                f"{case}, the tensor on rank {rank} must contain the sum\n  {true},\ngot\n  {run.got}.\nEach digit is "
+                "the contribution of one rank. Write the sum to the tensor itself on every rank.",
             )
         yield case, size, length, runs
 
@@ -335,15 +338,16 @@ def _test_whole_ring(answer: Answer) -> str:
         each = [sum(run.sent.values()) for run in runs]
         expect(
             max(each) <= most and sum(each) == 2 * (size - 1) * length * 4,
-            f"{case}: the sums are right, but this is not a ring. The ranks send {each} bytes for a tensor of "
-            f"{4 * length} bytes. In a ring, each rank sends 2 (N - 1) / N of the tensor, here at most {most} bytes.",
+            f"{case}, the sums are correct, but this is not a ring. The ranks send {each} bytes for a tensor of "
+            f"{4 * length} bytes. In this ring, a rank sends at most {most} bytes, which is about 2 (N - 1) / N of the "
+            "tensor.",
         )
         for rank, run in enumerate(runs):
             expect(
                 len(run.sent) <= 1,
-                f"{case}: rank {rank} sends to ranks {sorted(run.sent)}. In a ring, a rank sends to one neighbor only.",
+                f"{case}, rank {rank} sends to ranks {sorted(run.sent)}. In a ring, a rank sends to one neighbor only.",
             )
-    return "On 2, 3 and 4 ranks, every rank has the sum for any length, and sends only 2 (N - 1) / N of the tensor."
+    return "On 2, 3 and 4 ranks, every rank computes the sum, and sends only 2 (N - 1) / N of the tensor."
 
 
 def _whole_ring(world: World, tensor: torch.Tensor) -> None:
@@ -371,7 +375,7 @@ def _all_send_first(world: World, tensor: torch.Tensor) -> None:
 
 
 def _exchange(world: World, outgoing: torch.Tensor, incoming: torch.Tensor) -> torch.Tensor:
-    """Send `outgoing` to the next rank, and return the tensor received, which has the shape of `incoming`."""
+    """Send `outgoing` to the next rank, and return the received tensor, which has the shape of `incoming`."""
     theirs = torch.empty_like(incoming)
     for sending in (True, False) if world.rank % 2 == 0 else (False, True):
         if sending and outgoing.numel():
@@ -422,8 +426,8 @@ def _first_half_only(world: World, tensor: torch.Tensor) -> None:
 
 whole_ring = Exercise(
     task=(
-        "whole_ring(world, tensor): sum a tensor of one dimension and any length over all ranks, in place, around a "
-        "ring: a reduce-scatter, then an all-gather. Use only dist.send and dist.recv, which block."
+        "whole_ring(world, tensor): sum a one-dimensional tensor of any length over all ranks, in place. Send around a "
+        "ring, first for a reduce-scatter and then for an all-gather. Use only dist.send and dist.recv, which block."
     ),
     test=_test_whole_ring,
     solution=_whole_ring,
@@ -437,12 +441,14 @@ whole_ring = Exercise(
     },
     hints=(
         "tensor.tensor_split(world.size) returns chunks of nearly equal length. They are views, so writing to a chunk "
-        "writes to the tensor. In round 0, rank r sends chunk r; after that, the chunk that it has just received.",
-        "send returns when the receiver receives. If all ranks send first, no rank receives. Let the even ranks send "
-        "first, and the odd ranks receive first.",
-        "After world.size - 1 rounds of adding, rank r has the complete chunk r + 1. Send that chunk next. In "
-        "world.size - 1 further rounds, overwrite each chunk with the received one.",
-        "If the tensor is shorter than the ring, some chunks are empty: skip the send and the receive for those.",
+        "writes to the tensor. In round 0, rank r sends chunk r. In every later round, rank r sends the chunk that it "
+        "has just received.",
+        "send returns only when the receiver calls recv. If all ranks send first, no rank receives. Let the even ranks "
+        "send first, and the odd ranks receive first.",
+        "After world.size - 1 rounds with additions, rank r has the complete sum of chunk r + 1. Send this chunk next. "
+        "In another world.size - 1 rounds, overwrite each chunk with the received chunk.",
+        "If the tensor is shorter than the ring, some chunks are empty. Skip the send and the receive for these "
+        "chunks.",
     ),
 )
 
@@ -457,17 +463,18 @@ def _test_halving_doubling(answer: Answer) -> str:
         messages = [run.messages for run in runs]
         expect(
             max(messages) <= rounds,
-            f"{case}: the sums are right, but a rank sends up to {max(messages)} messages. Halving and doubling takes "
-            f"2 log2 N rounds, so a rank sends at most {rounds} messages.",
+            f"{case}, the sums are correct, but a rank sends up to {max(messages)} messages. Halving and doubling "
+            f"takes 2 log2 N rounds, so a rank must send at most {rounds} messages.",
         )
         each = [sum(run.sent.values()) for run in runs]
-        most = 2 * (size - 1) / size * length * 4 + rounds * 4  # a half may be one number longer
+        most = 2 * (size - 1) / size * length * 4 + rounds * 4  # a half may be one element longer
         expect(
             max(each) <= most and sum(each) == 2 * (size - 1) * length * 4,
-            f"{case}: the sums are right, but the ranks send {each} bytes for a tensor of {4 * length} bytes. Each "
-            f"rank may send 2 (N - 1) / N of the tensor, and all ranks together {2 * (size - 1) * length * 4} bytes.",
+            f"{case}, the sums are correct, but the ranks send {each} bytes for a tensor of {4 * length} bytes. Each "
+            f"rank may send 2 (N - 1) / N of the tensor. All ranks must send {2 * (size - 1) * length * 4} bytes in "
+            "total.",
         )
-    return "On 2 and 4 ranks, every rank has the sum, with the few rounds of a tree and the few bytes of a ring."
+    return "On 2 and 4 ranks, every rank computes the sum, with as few rounds as a tree and as few bytes as a ring."
 
 
 def _pair(world: World, partner: int, outgoing: torch.Tensor, incoming: torch.Tensor) -> None:
@@ -489,7 +496,7 @@ def _halving_doubling(world: World, tensor: torch.Tensor) -> None:
 
     segment, halves = tensor, []
     distance = world.size // 2
-    while distance:  # reduce-scatter: keep one half of the segment, and send the other
+    while distance:  # reduce-scatter: keep one half of the segment, and send the other half
         first, second = segment.tensor_split(2)
         kept, given = (first, second) if world.rank & distance == 0 else (second, first)
         received = torch.empty_like(kept)
@@ -544,9 +551,9 @@ def _same_partner_in_every_round(world: World, tensor: torch.Tensor) -> None:
 
 halving_doubling = Exercise(
     task=(
-        "halving_doubling(world, tensor): sum a tensor of one dimension and any length over 2, 4, 8, ... ranks, in "
-        "place, in 2 log2 N rounds: a reduce-scatter by recursive halving, then an all-gather by recursive doubling. "
-        "Use only dist.send and dist.recv, which block."
+        "halving_doubling(world, tensor): sum a one-dimensional tensor of any length over 2, 4, 8, ... ranks, in "
+        "place, in 2 log2 N rounds. Use recursive halving for a reduce-scatter, and then recursive doubling for an "
+        "all-gather. Use only dist.send and dist.recv, which block."
     ),
     test=_test_halving_doubling,
     solution=_halving_doubling,
@@ -556,14 +563,14 @@ halving_doubling = Exercise(
         "is a ring": _whole_ring,
         "stops after the reduce-scatter": _halving_only,
         "ignores the remainder": _halves_of_equal_length,
-        "has the same partner in every round": _same_partner_in_every_round,
+        "uses the same partner in every round": _same_partner_in_every_round,
     },
     hints=(
         "In the first round, the partner of rank r is r ^ (N / 2), which flips the highest bit of r. Each partner is "
-        "responsible for one half of the tensor: it sends the other half and adds what it receives.",
-        "In the next round, each rank continues with its own half only, and the partner's distance halves too. After "
-        "log2 N rounds, every rank has 1 / N of the sum. tensor_split(2) splits any length.",
-        "Record (distance, kept half, sent half) of each round. The all-gather repeats the exchanges in reverse order: "
+        "responsible for one half of the tensor. It sends the other half, and adds the received half to its own half.",
+        "In the next round, each rank continues with its own half only, and the distance to the partner is halved, "
+        "too. After log2 N rounds, every rank has 1 / N of the sum. tensor_split(2) splits a tensor of any length.",
+        "Record (distance, kept half, sent half) in each round. The all-gather repeats the exchanges in reverse order: "
         "send the kept half, and receive into the other half.",
     ),
 )

@@ -1,4 +1,4 @@
-"""Exercises of 04_ddp_from_scratch: buckets, their order on all ranks, no_sync, and all of it in one class."""
+"""Exercises for notebook 04_ddp_from_scratch on buckets, their order on all ranks, no_sync, and a complete class."""
 
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -35,21 +35,24 @@ def _test_assign(answer: Answer) -> str:
         case = f"assign({sizes}, cap={cap}) must be {true}, got {got}."
         places = [place for bucket in got for place in bucket]
         missing = sorted(set(range(len(sizes))) - set(places))
-        expect(not missing, f"{case} Parameter {missing and missing[0]} is in no bucket, so it is never averaged.")
+        expect(
+            not missing,
+            f"{case} Parameter {missing and missing[0]} is not in a bucket, so its gradient is never averaged.",
+        )
         expect(len(places) == len(sizes), f"{case} A parameter is in two buckets, or an index is out of range.")
-        expect(all(got), f"{case} An empty bucket never fills.")
+        expect(all(got), f"{case} An empty bucket is never sent.")
         expect(
             places == list(reversed(range(len(sizes)))),
-            f"{case} Backward reaches the last parameter first, so the first bucket must start with it. Otherwise "
-            "every bucket waits for the end of the backward pass.",
+            f"{case} The backward pass reaches the last parameter first, so the first bucket must start with this "
+            "parameter. Otherwise, every bucket waits for the end of the backward pass.",
         )
         if got != true:
             held = next(sum(sizes[i] for i in found) for found, right in zip(got, true, strict=False) if found != right)
             raise WrongAnswerError(
-                f"{case} A bucket takes gradients until it holds at least {cap} bytes, and then it is full. One of "
-                f"your buckets holds {held} bytes."
+                f"{case} Add gradients to a bucket until it contains at least {cap} bytes; then the bucket is full. "
+                f"One of your buckets contains {held} bytes."
             )
-    return "Every parameter is in one bucket, the last parameters come first, and all buckets but the last are full."
+    return "Every parameter is in one bucket, the last parameter is first, and all buckets except the last are full."
 
 
 def _assign(sizes: Sequence[int], cap: int) -> list[list[int]]:
@@ -91,8 +94,8 @@ def _assign_by_count(sizes: Sequence[int], cap: int) -> list[list[int]]:
 
 assign = Exercise(
     task=(
-        "assign(sizes, cap): split parameters with gradients of these sizes (in bytes) into buckets of at least cap "
-        "bytes, starting with the last parameter; return lists of indices."
+        "assign(sizes, cap): split parameters whose gradients have these sizes (in bytes) into buckets of at least cap "
+        "bytes, starting with the last parameter. Return lists of indices."
     ),
     test=_test_assign,
     solution=_assign,
@@ -100,23 +103,23 @@ assign = Exercise(
         "starts with the first parameter": _assign_forward,
         "closes a bucket before it is full": _assign_below_cap,
         "loses the last, partly filled bucket": _assign_only_full,
-        "keeps filling a bucket that holds exactly cap": _assign_beyond_cap,
+        "keeps filling a bucket that contains exactly cap bytes": _assign_beyond_cap,
         "counts parameters, not bytes": _assign_by_count,
     },
     hints=(
         "Iterate over reversed(range(len(sizes))), and append each index to one open bucket.",
-        "After appending, if the open bucket holds at least cap bytes, close it and open a new one.",
+        "After appending, if the open bucket contains at least cap bytes, close it and open a new one.",
         "At the end, return the open bucket too, but only if it is not empty.",
     ),
 )
 
 # --------------------------------------------------------------------------------- 2. start buckets in the same order
 
-_SIDE = 4  # each layer is a matrix of 4 x 4 float32: 64 bytes
+_SIDE = 4  # each layer's weight is a 4 x 4 matrix in float32, which has 64 bytes
 
 
 class _Branches(nn.Module):
-    """Five layers. A forward pass can skip `left` and `right`, or run them in either order."""
+    """Model with five layers. A forward pass can skip `left` and `right`, or run them in either order."""
 
     def __init__(self, kind: str = "") -> None:
         super().__init__()
@@ -152,7 +155,7 @@ class _Bucket:
 
 @dataclass
 class _Log:
-    """Record of what the answer did on this rank during a step."""
+    """Record of the answer's all-reduces on this rank during a step."""
 
     started: int = 0
     blocking: bool = False
@@ -161,7 +164,7 @@ class _Log:
 
 
 class _Watched:
-    """Handle of an asynchronous all-reduce that records whether the answer waits for it during backward."""
+    """Handle of an asynchronous all-reduce that records whether the answer waits for it during the backward pass."""
 
     def __init__(self, work: Any, log: _Log) -> None:
         self.work, self.log = work, log
@@ -188,7 +191,7 @@ def _watch(log: _Log) -> Any:
 
 
 def _run_in_turn(world: World, answer: Answer) -> None:
-    """Check two steps of five layers in four buckets. Rank 1 runs two of the layers in reverse order."""
+    """Check two steps with five layers in four buckets. Rank 1 runs two of the layers in reverse order."""
     model = _Branches()
     names = {parameter: name.removesuffix(".weight") for name, parameter in model.named_parameters()}
     first, middle, left, right, last = model.parameters()
@@ -228,8 +231,8 @@ def _run_in_turn(world: World, answer: Answer) -> None:
         for bucket in buckets:  # this is finish()
             expect(
                 bucket.work is not None,
-                f"bucket.work of the bucket with {_listed([names[p] for p in bucket.parameters])} is None after the "
-                "backward pass, so finish cannot wait for it.",
+                "After the backward pass, bucket.work must be an all-reduce handle for which finish can wait, got None "
+                f"for the bucket with {_listed([names[p] for p in bucket.parameters])}.",
             )
             bucket.work.wait()
             for parameter, piece in zip(bucket.parameters, bucket.buffer.split(_SIDE * _SIDE), strict=True):
@@ -245,11 +248,12 @@ def _listed(names: Sequence[str]) -> str:
 
 
 def _expect_started(world: World, log: _Log, complete: Sequence[str], parts: Sequence[Sequence[str]]) -> None:
-    """Check the all-reduces that have started when the gradients `complete` are complete."""
+    """Check which all-reduces have started once the gradients in `complete` are complete."""
     expect(
         not log.blocking and not log.waited,
-        "Your function waits for an all-reduce, which blocks the backward pass, so communication does not overlap with "
-        "computation. Store the result of all_reduce(..., async_op=True) in bucket.work; finish waits for it.",
+        "Your function must not wait for an all-reduce: this blocks the backward pass, so communication does not "
+        "overlap with computation. Store the result of all_reduce(..., async_op=True) in bucket.work; finish waits for "
+        "this handle.",
     )
     full = [set(part) <= set(complete) for part in parts]
     due = full.index(False) if False in full else len(full)
@@ -257,14 +261,14 @@ def _expect_started(world: World, log: _Log, complete: Sequence[str], parts: Seq
         log.started == due,
         f"On rank {world.rank}, when the gradients of {_listed(complete)} were complete, {due} all-reduces must have "
         f"started, got {log.started}. The buckets contain {'; '.join(map(_listed, parts))}, in this order. Start each "
-        "full bucket exactly once, but only after all buckets before it.",
+        "full bucket exactly once, but only after all earlier buckets.",
     )
 
 
 def _compare(
     world: World, name: str, parameter: nn.Parameter, weight: torch.Tensor, gradients: Sequence[torch.Tensor]
 ) -> None:
-    expect(torch.equal(parameter, weight), f"The weight of `{name}` changed; only the gradients may change.")
+    expect(torch.equal(parameter, weight), f"The weight of `{name}` changed, but only gradients may change.")
     got, mean = parameter.grad, torch.stack(list(gradients)).mean(0)
     assert got is not None
     if torch.allclose(got, mean, atol=1e-6):
@@ -272,9 +276,9 @@ def _compare(
     if torch.allclose(got, mean * world.size, atol=1e-6):
         found = "this is the sum over the ranks; one division is missing"
     elif torch.allclose(got, mean / world.size, atol=1e-6):
-        found = "this was divided twice"
+        found = "the sum was divided twice"
     elif torch.allclose(got, weight) or torch.allclose(got, weight * world.size):
-        found = "these are the weights: the hook receives the parameter, and its gradient is in .grad"
+        found = "these are the weights. The hook receives the parameter, whose gradient is in .grad"
     elif torch.allclose(got, gradients[world.rank], atol=1e-6):
         found = "this is still the rank's own gradient"
     else:
@@ -286,20 +290,20 @@ def _compare(
 
 
 def _launch(run: Callable[[World, Answer], None], answer: Answer) -> None:
-    stuck = "A rank waits forever for the others. Every rank must start the same all-reduces."
+    stuck = "A rank waits forever for the other ranks. Every rank must start the same all-reduces."
     on_ranks(run, 2, answer, stuck=stuck, timeout=20)
 
 
 def _test_in_turn(answer: Answer) -> str:
     _launch(_run_in_turn, answer)
     return (
-        "Both ranks start the four buckets in the same order, although their gradients are complete in different "
-        "orders. No all-reduce blocks the backward pass, and both ranks have the mean in both steps."
+        "Both ranks start the four buckets in the same order, although their gradients become ready in different "
+        "orders. No all-reduce blocks the backward pass, and both ranks have the mean gradients in both steps."
     )
 
 
 def _start(world: Any, bucket: Any) -> None:
-    """Start the all-reduce of a bucket. Used by the wrong answers."""
+    """Start a bucket's all-reduce. Only the wrong answers call this function."""
     torch.cat([p.grad.flatten() for p in bucket.parameters], out=bucket.buffer)
     bucket.buffer /= world.size
     bucket.work = dist.all_reduce(bucket.buffer, async_op=True)
@@ -364,7 +368,7 @@ def _starts_as_they_fill(world: World, buckets: Sequence[_Bucket], parameter: nn
 
 
 def _starts_only_its_own(world: World, buckets: Sequence[_Bucket], parameter: nn.Parameter) -> None:
-    """Starts the parameter's bucket in turn, but not the full buckets that waited for it."""
+    """Start the parameter's bucket in turn, but not the full buckets that waited for this bucket."""
     bucket = _count(buckets, parameter)
     place = next(number for number, each in enumerate(buckets) if each is bucket)
     if bucket.missing == 0 and all(each.work is not None for each in buckets[:place]):
@@ -394,8 +398,8 @@ def _forgets_the_work(world: World, buckets: Sequence[_Bucket], parameter: nn.Pa
 
 on_gradient = Exercise(
     task=(
-        "on_gradient(world, buckets, parameter): called when parameter.grad is complete. Start the asynchronous "
-        "all-reduces of full buckets in the order of the list, and store each handle in bucket.work."
+        "on_gradient(world, buckets, parameter): this function is called when parameter.grad is complete. Start "
+        "asynchronous all-reduces of full buckets in list order, and store each handle in bucket.work."
     ),
     test=_test_in_turn,
     solution=_on_gradient,
@@ -413,9 +417,9 @@ on_gradient = Exercise(
     hints=(
         "bucket.missing is the number of gradients that are not complete yet. Your function must decrement it. Find "
         "the bucket with any(p is parameter for p in bucket.parameters): == would compare the elements of the tensors.",
-        "Iterate over the buckets in order. Stop at the first one that is not full, and skip those with a bucket.work.",
-        "torch.cat([p.grad.flatten() for p in bucket.parameters], out=bucket.buffer) fills the buffer. Divide it by "
-        "world.size, then bucket.work = dist.all_reduce(bucket.buffer, async_op=True).",
+        "Iterate over the buckets in order. Stop at the first bucket that is not full, and skip buckets with a handle.",
+        "torch.cat([p.grad.flatten() for p in bucket.parameters], out=bucket.buffer) fills the buffer. Divide the "
+        "buffer by world.size, and set bucket.work = dist.all_reduce(bucket.buffer, async_op=True).",
     ),
 )
 
@@ -423,7 +427,7 @@ on_gradient = Exercise(
 
 
 class _Pausable:
-    """One weight w = 1 with the loss w * x and thus the gradient x. A hook averages it unless `sync` is False."""
+    """Model with one weight w = 1 and the loss w * x. A hook averages the gradient x unless `sync` is False."""
 
     def __init__(self, world: World) -> None:
         self.world, self.sync = world, True
@@ -451,7 +455,7 @@ def _pause(answer: Answer, model: _Pausable) -> AbstractContextManager[None]:
     made = answer(model)
     if isinstance(made, AbstractContextManager):
         return made
-    expect(isinstance(made, Iterator), "Your function has no yield. Put a yield where the block should run.")
+    expect(isinstance(made, Iterator), "Your function must contain a yield. Put the yield where the block should run.")
     return contextmanager(lambda: made)()
 
 
@@ -462,15 +466,15 @@ def _run_pause(world: World, answer: Answer) -> None:
         model.backward(mine)
         expect(
             world.size == 1 or float(model.weight.grad or 0) == mine,
-            f"Inside the block, rank {world.rank} must keep its own gradient {mine}, got {model.weight.grad}: there "
-            "was an all-reduce.",
+            f"Inside the block, rank {world.rank} must keep its own gradient {mine}, got {model.weight.grad}: do "
+            "not start an all-reduce.",
         )
         with pause(model):
             model.backward(mine)
         expect(
             not model.sync,
-            "After a nested block ends, the outer block is still open, so model.sync must be False again, the value "
-            "before the nested block. Got True.",
+            "After a nested block, model.sync must be False, its value before the nested block, got True. The outer "
+            "block is still active.",
         )
     model.backward(mine)
     _expect_gradient(world, model, 3 * mean, "After two micro-batches inside the block and one after it")
@@ -492,15 +496,15 @@ def _expect_gradient(world: World, model: _Pausable, true: float, when: str) -> 
     got = model.gradient()
     expect(
         abs(got - true) < 1e-6,
-        f"{when}, the gradient on rank {world.rank} must be the mean over the ranks, {true:g}, got {got:g}. "
+        f"{when}, the gradient on rank {world.rank} must be {true:g}, the mean over the ranks, got {got:g}. "
         f"model.sync is {model.sync}"
-        + ("." if model.sync else ": from here on, each rank trains on its own without an error."),
+        + ("." if model.sync else ": from now on, the ranks train independently, without an error."),
     )
 
 
 def _test_pause(answer: Answer) -> str:
     _launch(_run_pause, answer)
-    return "No all-reduce runs inside the block, the sum is averaged after it, and exceptions restore model.sync."
+    return "All-reduces run only after the block, the gradient sum is averaged, and exceptions restore model.sync."
 
 
 def _no_sync(model: Any) -> Iterator[None]:
@@ -547,14 +551,14 @@ def _does_not_pause(model: _Pausable) -> Iterator[None]:
 no_sync = Exercise(
     task=(
         "no_sync(model): set model.sync to False, yield once, and always restore the previous value, even after an "
-        "exception. (The check turns it into a context manager.)"
+        "exception. (The check turns your function into a context manager.)"
     ),
     test=_test_pause,
     solution=_no_sync,
     wrong={
-        "restores nothing after an exception": _not_after_an_exception,
-        "sets it to True instead of the previous value": _always_true_again,
-        "never restores it": _never_ends,
+        "does not restore model.sync after an exception": _not_after_an_exception,
+        "sets model.sync to True instead of the previous value": _always_true_again,
+        "never restores model.sync": _never_ends,
         "swallows the exception": _swallows,
         "does not pause": _does_not_pause,
     },
@@ -562,7 +566,7 @@ no_sync = Exercise(
         "Code before the yield runs before the block; code after it runs after the block. If the block raises, so does "
         "the yield.",
         "Remember the previous value of model.sync: blocks can be nested.",
-        "Use try: yield, finally: restore the previous value.",
+        "Put the yield in a try block, and restore the previous value in the finally block.",
     ),
 )
 
@@ -573,7 +577,7 @@ _Passes = tuple[tuple[str, ...], ...]  # the branches that each micro-batch of a
 
 
 class _Case(NamedTuple):
-    """One model and its steps. `ranks[rank]` lists each micro-batch's branches; all but the last run in `no_sync`."""
+    """Test case. `ranks[rank]` contains the branches of each micro-batch; all but the last run in `no_sync`."""
 
     story: str
     ranks: tuple[_Passes, _Passes]
@@ -583,19 +587,19 @@ class _Case(NamedTuple):
 
 
 _CASES = (
-    _Case("Five layers of 64 bytes, and a cap of 100", ((_BOTH,), (_BOTH,)), sent=3),
+    _Case("The model has five layers of 64 bytes, and the cap is 100 bytes", ((_BOTH,), (_BOTH,)), sent=3),
     _Case("The first and the last layer share their weight (tied)", ((_BOTH,), (_BOTH,)), "tied", sent=2),
-    _Case("The second layer is frozen: requires_grad is False", ((_BOTH,), (_BOTH,)), "frozen", sent=2),
+    _Case("The second layer is frozen (requires_grad=False)", ((_BOTH,), (_BOTH,)), "frozen", sent=2),
     _Case(
         "Every layer is a bucket, and rank 1 runs `left` and `right` in reverse order",
         ((_BOTH,), (_BOTH[::-1],)),
         cap=1,
         sent=5,
     ),
-    _Case("Rank 1 does not use the layer `left` (unused)", ((_BOTH,), (("right",),))),
-    _Case("No rank uses the layer `left` (unused)", ((("right",),), (("right",),))),
-    _Case("Three micro-batches, two of them in no_sync", ((_BOTH,) * 3, (_BOTH,) * 3), sent=3),
-    _Case("Two micro-batches, and only the first, in no_sync, uses `left`", ((_BOTH, ("right",)),) * 2),
+    _Case("Rank 1 does not use the layer `left`", ((_BOTH,), (("right",),))),
+    _Case("No rank uses the layer `left`", ((("right",),), (("right",),))),
+    _Case("There are three micro-batches, and the first two run in no_sync", ((_BOTH,) * 3, (_BOTH,) * 3), sent=3),
+    _Case("Only the first of two micro-batches, which runs in no_sync, uses `left`", ((_BOTH, ("right",)),) * 2),
 )
 
 
@@ -615,7 +619,7 @@ def _gradients_of_one_process(case: _Case, model: nn.Module, rank: int, step: in
 def _run_class(world: World, answer: Answer) -> None:
     """Check three steps of each case. Gradients are zero at the start of step 2, and None at the start of step 3."""
     for case in _CASES:
-        print(f"Now: {case.story}.")  # the report about a hanging rank contains its last line
+        print(f"Case: {case.story}.")  # the report about a hanging rank contains the rank's last line
         try:
             _run_case(world, answer, case)
         except NotImplementedError:
@@ -642,14 +646,14 @@ def _run_case(world: World, answer: Answer, case: _Case) -> None:
                     _pass(model, world.rank, step, micro, branches)
                 expect(
                     last or not log.started,
-                    f"{case.story}. Backward in no_sync must start no all-reduce, only accumulate this rank's "
-                    f"gradients; got {log.started} all-reduces.",
+                    f"{case.story}. A backward pass in no_sync must not start all-reduces, but only accumulate this "
+                    f"rank's gradients, got {log.started} all-reduces.",
                 )
             log.in_backward = False
             _expect_in_flight(case, log)
             parallel.finish()
         for name, parameter in model.named_parameters():
-            expect(torch.equal(parameter, before[name]), f"{case.story}. The weight of `{name}` changed.")
+            expect(torch.equal(parameter, before[name]), f"{case.story}. The weight of `{name}` must not change.")
         everyones = [_gradients_of_one_process(case, model, rank, step) for rank in range(world.size)]
         for name, parameter in model.named_parameters():
             _expect_mean(
@@ -664,13 +668,13 @@ def _run_case(world: World, answer: Answer, case: _Case) -> None:
 def _expect_in_flight(case: _Case, log: _Log) -> None:
     expect(
         not log.blocking and not log.waited,
-        f"{case.story}. A hook waits for its all-reduce, which blocks the backward pass, so communication does not "
-        "overlap with computation. Start the all-reduce with async_op=True, and wait in finish.",
+        f"{case.story}. A hook must not wait for its all-reduce: this blocks the backward pass, so communication does "
+        "not overlap with computation. Start the all-reduce with async_op=True, and wait in finish.",
     )
     expect(
         case.sent is None or log.started == case.sent,
-        f"{case.story}. Backward of the last micro-batch must start {case.sent} all-reduces, one for each bucket as "
-        f"soon as it is full; got {log.started}.",
+        f"{case.story}. The last micro-batch's backward pass must start {case.sent} all-reduces, one for each bucket "
+        f"as soon as the bucket is full, got {log.started}.",
     )
 
 
@@ -678,15 +682,18 @@ def _expect_mean(
     world: World, when: str, name: str, parameter: nn.Parameter, everyones: Sequence[torch.Tensor | None]
 ) -> None:
     if not parameter.requires_grad:
-        expect(parameter.grad is None or not parameter.grad.any(), f"{when}: the frozen `{name}` has a gradient.")
+        expect(
+            parameter.grad is None or not parameter.grad.any(),
+            f"{when}, the frozen weight `{name}` must not have a gradient.",
+        )
         return
     filled = [torch.zeros_like(parameter) if each is None else each for each in everyones]
     mean, own, got = torch.stack(filled).mean(0), filled[world.rank], parameter.grad
     if got is None:
         expect(
             all(each is None for each in everyones),
-            f"{when}, rank {world.rank} has no gradient for `{name}`, but the other rank has one. A missing gradient "
-            "counts as zero, and both ranks must have the mean.",
+            f"{when}, rank {world.rank} must have the mean gradient for `{name}`, got None. The other rank has a "
+            "gradient, and a missing gradient counts as zero.",
         )
         return
     if torch.allclose(got, mean, atol=1e-6):
@@ -694,11 +701,11 @@ def _expect_mean(
     if torch.allclose(got, mean * world.size, atol=1e-6):
         found = "this is the sum over the ranks; one division is missing"
     elif torch.allclose(got, mean / world.size, atol=1e-6):
-        found = "this was divided twice"
+        found = "the sum was divided twice"
     elif torch.allclose(got, own, atol=1e-6):
-        found = "this is still the rank's own gradient; its bucket was never sent, or not copied back"
+        found = "this is still the rank's own gradient; the bucket was not sent, or not copied back"
     elif torch.allclose(got, own / world.size, atol=1e-6):
-        found = "this is the rank's own gradient, divided; its bucket was never summed"
+        found = "this is the rank's own gradient divided by the number of ranks; the bucket was not all-reduced"
     else:
         found = (
             "this is neither the mean, nor the sum, nor the rank's own gradient. Check for state left over from the "
@@ -734,13 +741,13 @@ def _run_interrupted(world: World, answer: Answer) -> None:
 
 def _test_class(answer: Answer) -> str:
     stuck = (
-        "A rank waits forever. The last line that the ranks printed names the case. Every rank must start the same "
-        "all-reduces, even for gradients that it does not have."
+        "A rank waits forever. The last line printed by the ranks names the case. Every rank must start the same "
+        "all-reduces, even if some of the rank's gradients are missing."
     )
     on_ranks(_run_class, 2, answer, stuck=stuck, timeout=25)
     return (
-        f"In {len(_CASES)} cases of three steps on two ranks, buckets of the right size are sent during backward, and "
-        "the gradients equal those of one process: with tied, frozen and unused weights, no_sync and an exception."
+        f"In {len(_CASES)} cases of three steps on two ranks, buckets of the right size are sent during the backward "
+        "pass, and the gradients equal the gradients of one process. The check also covers an exception in no_sync."
     )
 
 
@@ -748,7 +755,7 @@ class _Buckets:
     def __init__(self, world: Any, model: nn.Module, cap: int) -> None:
         self.world, self.sync = world, True
         self.buckets: list[list[nn.Parameter]] = [[]]
-        for parameter in [p for p in model.parameters() if p.requires_grad][::-1]:  # lists a tied weight once
+        for parameter in [p for p in model.parameters() if p.requires_grad][::-1]:  # contains a tied weight once
             if sum(p.nbytes for p in self.buckets[-1]) >= cap:  # full: open a new bucket
                 self.buckets.append([])
             self.buckets[-1].append(parameter)
@@ -765,7 +772,7 @@ class _Buckets:
             self.send()
 
     def send(self, rest: bool = False) -> None:
-        """Start the all-reduce of full buckets, or with `rest` of all remaining buckets, always in the same order."""
+        """Start the all-reduces of full buckets, or of all remaining buckets if `rest` is true, in a fixed order."""
         for bucket in self.buckets[len(self.sent) :]:
             if not rest and not self.arrived.issuperset(bucket):
                 return  # later buckets must wait, so that all ranks use the same order
@@ -817,7 +824,7 @@ class _OneEach(_Buckets):
 
 
 class _ListsTiedOnesTwice(_Buckets):
-    """Iterates over the modules, and so finds a tied weight twice."""
+    """Variant that iterates over the modules, and therefore finds a tied weight twice."""
 
     def __init__(self, world: Any, model: nn.Module, cap: int) -> None:
         listed = [p for module in model.modules() for p in module.parameters(recurse=False)]
@@ -832,7 +839,7 @@ class _HooksWhatIsFrozen(_Buckets):
 
 
 class _WaitsForWhatIsFrozen(_Buckets):
-    """Puts frozen weights into buckets as well, so that these buckets never fill."""
+    """Variant that puts frozen weights into the first bucket, which therefore never fills."""
 
     def __init__(self, world: Any, model: nn.Module, cap: int) -> None:
         super().__init__(world, model, cap)
@@ -849,7 +856,7 @@ class _SendsOnlyWhatIsFull(_Buckets):
 
 
 class _WaitsForAllGradients(_Buckets):
-    """Waits in `finish` until every gradient has arrived, although some never arrive."""
+    """Variant that waits in `finish` until every gradient has arrived, although some gradients never arrive."""
 
     def finish(self) -> None:
         while len(self.sent) < len(self.buckets):
@@ -858,7 +865,7 @@ class _WaitsForAllGradients(_Buckets):
 
 
 class _AsTheyFill(_Buckets):
-    """Sends a bucket when it is full, even if an earlier bucket is not."""
+    """Variant that sends a bucket when it is full, even if an earlier bucket is not full."""
 
     def begin(self) -> None:
         super().begin()
@@ -892,7 +899,7 @@ class _SendsInNoSync(_Buckets):
 
 
 class _LosesEarlierMicroBatches(_Buckets):
-    """Treats a gradient that did not arrive in the last backward pass as zero."""
+    """Variant that treats a gradient as zero if it did not arrive in the last backward pass."""
 
     def send(self, rest: bool = False) -> None:
         if rest:
@@ -911,8 +918,9 @@ class _StaysInNoSync(_Buckets):
 
 bucket_ddp = Exercise(
     task=(
-        "Write a class with __init__(world, model, cap). It averages the gradients in buckets of at least cap bytes, "
-        "sent during backward; no_sync() goes around micro-batches, and finish() after the last backward pass."
+        "Write a class with __init__(world, model, cap) that averages the gradients in buckets of at least cap bytes, "
+        "sent during the backward pass. All micro-batches except the last run inside no_sync(). finish() is called "
+        "after the last backward pass."
     ),
     test=_test_class,
     solution=_Buckets,
@@ -933,10 +941,12 @@ bucket_ddp = Exercise(
         "stays in no_sync after an exception": _StaysInNoSync,
     },
     hints=(
-        "Combine exercises 1 to 3. model.parameters() lists a tied weight once; skip weights with requires_grad False.",
+        "Combine exercises 1 to 3. model.parameters() contains a tied weight once. Skip weights with "
+        "requires_grad=False.",
         "Keep a set of the parameters whose gradients have arrived. After each arrival, send the full buckets in "
-        "order, and stop at the first that is not full, so that all ranks send in the same order.",
-        "In finish, send the remaining buckets, with zeros where p.grad is None; wait for all; copy back; reset. If a "
-        "gradient of an earlier micro-batch does not arrive in the last backward pass, p.grad still contains it.",
+        "order, and stop at the first bucket that is not full, so that all ranks send in the same order.",
+        "In finish, send the remaining buckets, with zeros if p.grad is None. Wait for all buckets, copy the averages "
+        "back, and reset the state. A gradient from an earlier micro-batch stays in p.grad, even if it does not arrive "
+        "in the last backward pass.",
     ),
 )

@@ -1,4 +1,4 @@
-"""Exercises of 11_debugging_hangs: stop together, read raw flight-recorder dumps, and write a watchdog."""
+"""Exercises for notebook 11_debugging_hangs on stopping together, flight-recorder dumps, and a watchdog."""
 
 import ast
 import json
@@ -17,7 +17,7 @@ from ddp_tutorial.exercises import Answer, Exercise, WrongAnswerError, expect, o
 from ddp_tutorial.processes.errors import RankError
 from ddp_tutorial.world import World
 
-Places = dict[str | None, list[int]]  # the ranks that are in each collective, or in none
+Places = dict[str | None, list[int]]  # maps each collective (None if not entered) to its ranks
 
 # ----------------------------------------------------------------------------------------------------- 1. stop together
 
@@ -25,16 +25,16 @@ Validate = Callable[[], tuple[float, int]]
 _MOST = 6
 _FALLS_TO_3: list[tuple[float, int]] = [(9, 2), (6, 2), (4, 2), (5, 2)]
 _RISES_AT_2: list[tuple[float, int]] = [(4, 2), (5, 2), (5, 2), (6, 2)]
-# For each rank and step: the sum of the losses of its validation samples, and the number of these samples.
+# The sum of the validation losses and the number of validation samples, for each rank and step.
 _PARTS: dict[str, list[list[tuple[float, int]]]] = {
-    "the loss of both ranks falls, and rises at step 4": [_FALLS_TO_3, _FALLS_TO_3],
-    "rank 0's loss rises at step 2, and the mean at step 4": [_RISES_AT_2, _FALLS_TO_3],
-    "rank 1's loss rises at step 2, and the mean at step 4": [_FALLS_TO_3, _RISES_AT_2],
-    "rank 1 has nine times the samples, and its loss rises at step 3": [
+    "the loss of both ranks falls and then rises at step 4": [_FALLS_TO_3, _FALLS_TO_3],
+    "rank 0's loss rises at step 2, and the mean loss rises at step 4": [_RISES_AT_2, _FALLS_TO_3],
+    "rank 1's loss rises at step 2, and the mean loss rises at step 4": [_FALLS_TO_3, _RISES_AT_2],
+    "rank 1 has nine times as many samples, and its loss rises at step 3": [
         [(4, 1), (3, 1), (1, 1), (1, 1), (1, 1)],
         [(36, 9), (27, 9), (30, 9), (31, 9), (32, 9)],
     ],
-    "the loss falls to the end": [[(10 - step, 2) for step in range(_MOST)]] * 2,
+    "the loss falls until the last step": [[(10 - step, 2) for step in range(_MOST)]] * 2,
 }
 
 
@@ -49,7 +49,7 @@ def _expected_steps(parts: list[list[tuple[float, int]]]) -> int:
 
 
 def _run_stories(world: World, answer: Answer) -> list[tuple[Any, int]]:
-    """Return the answer's result and this rank's number of steps in each story."""
+    """Return the answer's result and this rank's number of steps for each story."""
     return [_run_story(world, answer, parts[world.rank]) for parts in _PARTS.values()]
 
 
@@ -76,7 +76,7 @@ def _test_flat(answer: Answer) -> str:
     try:
         ranks = on_ranks(_run_stories, 2, answer, stuck=stuck, timeout=60)
     except RankError as error:
-        expect(not error.is_a(CollectiveError), f"The ranks enter different collectives, and hang: {error.message}")
+        expect(not error.is_a(CollectiveError), f"The ranks enter different collectives and hang: {error.message}")
         raise
     for number, (story, parts) in enumerate(_PARTS.items()):
         expected = _expected_steps(parts)
@@ -84,7 +84,7 @@ def _test_flat(answer: Answer) -> str:
             case = f"If {story}, all ranks must stop after step {expected}"
             expect(made == expected, f"{case}, got {made} steps on rank {rank}.")
             expect(returned == expected, f"{case} and return {expected}, got {returned!r} on rank {rank}.")
-    return "All ranks stop at the same step, decided by the mean over all samples."
+    return "All ranks stop after the same step, based on the mean loss over all samples."
 
 
 def _train_until_flat(world: World, step: Callable[[], None], validate: Validate, most: int) -> int:
@@ -92,7 +92,7 @@ def _train_until_flat(world: World, step: Callable[[], None], validate: Validate
     while steps < most:
         step()
         steps += 1
-        both = torch.tensor(validate())  # a sum and a count, which can be summed over ranks
+        both = torch.tensor(validate())  # a loss sum and a count, which can be summed over ranks
         dist.all_reduce(both)
         mean = (both[0] / both[1]).item()  # the same on all ranks, so all ranks decide the same
         if mean >= best:
@@ -102,7 +102,7 @@ def _train_until_flat(world: World, step: Callable[[], None], validate: Validate
 
 
 def _stopping(flat: Callable[[World, float, int, float], tuple[bool, float]]) -> Answer:
-    """Return the loop with the decision `flat(world, total, count, best)`, which returns (stop, loss)."""
+    """Return a loop in which `flat(world, total, count, best)` decides whether to stop, and returns (stop, loss)."""
 
     def answer(world: World, step: Callable[[], None], validate: Validate, most: int) -> int:
         best, steps = float("inf"), 0
@@ -153,7 +153,8 @@ def _asks_if_it_is_flat(world: World, total: float, count: int, best: float) -> 
 train_until_flat = Exercise(
     task=(
         "train_until_flat(world, step, validate, most): take at most `most` steps, until the mean validation loss over "
-        "all ranks' samples stops falling; validate() returns this rank's loss sum and count. Return the step count."
+        "all ranks' samples stops falling. validate() returns this rank's loss sum and sample count. Return the number "
+        "of steps."
     ),
     test=_test_flat,
     solution=_train_until_flat,
@@ -166,9 +167,9 @@ train_until_flat = Exercise(
         "communicates only if its own loss does not fall": _stopping(_asks_if_it_is_flat),
     },
     hints=(
-        "Which variable decides about `break`? It must have the same value on all ranks in every step.",
-        "You can sum a loss sum and a count over ranks, but not a mean: use one all-reduce of two numbers.",
-        "In every step, before the `if`: both = torch.tensor(validate()), all-reduce it, and divide.",
+        "Which variable decides when to `break`? This variable must have the same value on all ranks in every step.",
+        "You can all-reduce a loss sum and a count, but not a mean. Use one all-reduce for both numbers.",
+        "In every step, before the `if`, create both = torch.tensor(validate()), all-reduce the tensor, and divide.",
     ),
 )
 
@@ -225,25 +226,25 @@ def _sums(group: str, *numbers: int) -> list[Made]:
     return [(group, number, "all_reduce", [3]) for number in numbers]
 
 
-_PAIRS = [_sums("1", 1, 2), _sums("2", 1, 2)] * 2  # of each rank, in its pair
+_PAIRS = [_sums("1", 1, 2), _sums("2", 1, 2)] * 2  # for each rank, the all-reduces in its pair
 _DUMPS: dict[str, tuple[list[list[Made]], Reading | None]] = {
-    "the ranks are in step": ([_sums("0", 1, 2, 3) + pair for pair in _PAIRS], None),
-    "rank 2 is in a different operation": (
+    "all ranks have entered the same collectives": ([_sums("0", 1, 2, 3) + pair for pair in _PAIRS], None),
+    "rank 2 calls a different operation": (
         [
             _PAIRS[rank] + _sums("0", 1) + [("0", 2, "broadcast" if rank == 2 else "all_reduce", [3])]
             for rank in range(4)
         ],
         ("0", 2, {"all_reduce [[3]]": [0, 1, 3], "broadcast [[3]]": [2]}),
     ),
-    "rank 3 has not entered a collective of its pair": (
+    "rank 3 has not entered a collective in its pair's group": (
         [_sums("0", 1, 2) + _sums(str(1 + rank % 2), *((1, 2, 3) if rank < 3 else (1, 2))) for rank in range(4)],
         ("2", 3, {"all_reduce [[3]]": [1], None: [3]}),
     ),
-    "the sizes differ": (
+    "the tensor sizes differ": (
         [_sums("0", 1) + [("0", 2, "all_reduce", [4 if rank == 1 else 3])] + _PAIRS[rank] for rank in range(4)],
         ("0", 2, {"all_reduce [[3]]": [0, 2, 3], "all_reduce [[4]]": [1]}),
     ),
-    "the buffers start at different numbers": (
+    "the ring buffers start at different sequence numbers": (
         [
             [*_sums("0", *range((4, 6, 5, 6)[rank], 9)), ("0", 9, "barrier" if rank == 0 else "all_reduce", [])]
             for rank in range(4)
@@ -267,7 +268,7 @@ def _test_dumps(answer: Answer) -> str:
     for story, (of_ranks, expected) in _DUMPS.items():
         found = answer({rank: _dump(rank, made) for rank, made in enumerate(of_ranks)})
         expect(found == expected, f"If {story}, the result must be {expected}, got {found}.")
-    return "The divergence is found in every dump: across groups, ring buffers, and point-to-point entries."
+    return "Your function finds every divergence, despite several groups, ring buffers, and point-to-point entries."
 
 
 def _read_dumps(dumps: Mapping[int, Dump]) -> Reading | None:
@@ -275,7 +276,7 @@ def _read_dumps(dumps: Mapping[int, Dump]) -> Reading | None:
         name: ast.literal_eval(config["ranks"]) for dump in dumps.values() for name, config in dump["pg_config"].items()
     }
     for group, ranks in groups.items():
-        calls: dict[int, dict[int, str]] = {rank: {} for rank in ranks}  # number -> operation and sizes
+        calls: dict[int, dict[int, str]] = {rank: {} for rank in ranks}  # sequence number -> operation and sizes
         for rank in ranks:
             for entry in dumps[rank]["entries"]:
                 if entry["process_group"][0] == group and not entry["is_p2p"]:
@@ -303,7 +304,7 @@ def _reading(
     skip_p2p: bool = True,
     absent: bool = True,
 ) -> Answer:
-    """Return the solution with a mistake."""
+    """Return a variant of the solution with a mistake."""
 
     def answer(dumps: Mapping[int, Dump]) -> Reading | None:
         groups: dict[str, list[int]] = {}
@@ -335,25 +336,27 @@ def _reading(
 
 read_dumps = Exercise(
     task=(
-        "read_dumps(dumps): dumps maps each rank to its raw dump. Return the group, the number of the first collective "
-        "in which the ranks of this group differ, and a dict from operation and sizes, such as 'all_reduce [[3]]' "
-        "(None for a rank that has not entered it), to the ranks. Return None if no group differs."
+        "read_dumps(dumps): `dumps` maps each rank to its raw dump. Find the first collective at which the ranks of a "
+        "group diverge. Return the group, the collective's sequence number, and a dict that maps operation and sizes, "
+        "such as 'all_reduce [[3]]', to the ranks (with the key None for ranks that have not entered the collective). "
+        "Return None if no group diverges."
     ),
     test=_test_dumps,
     solution=_read_dumps,
     wrong={
         "expects every rank in every group": _reading(members=False),
-        "mixes the numbers of different groups": _reading(by_group=False),
+        "mixes the sequence numbers of different groups": _reading(by_group=False),
         "compares by position in the buffer": _reading(by_number=False),
-        "starts at a number that some buffers have overwritten": _reading(from_common=False),
+        "starts at a sequence number that some buffers have overwritten": _reading(from_common=False),
         "compares operations but not sizes": _reading(sizes=False),
         "counts point-to-point entries": _reading(skip_p2p=False),
         "ignores ranks that have not entered": _reading(absent=False),
     },
     hints=(
-        "Print one entry, and dump['pg_config']: it has the ranks of each group, as text (ast.literal_eval).",
+        "Print one entry and dump['pg_config'], which contains each group's ranks as text. Use ast.literal_eval.",
         "For each group and rank, build a dict from collective_seq_id to operation and sizes.",
-        "Compare from the largest first number of the ranks to the largest last number: older entries are overwritten.",
+        "Compare from the largest first sequence number of any rank, because older entries are overwritten, to the "
+        "largest last sequence number.",
     ),
 )
 
@@ -371,7 +374,7 @@ _NEVER = float("inf")
 
 @dataclass
 class _Story:
-    """Simulated collectives of each rank as (start, end, collective) in seconds, and the expected report."""
+    """The simulated collectives of each rank as (start, end, collective) in seconds, and the expected report."""
 
     ranks: list[list[tuple[float, float, str]]]
     verdict: Divergence | None = None
@@ -385,7 +388,7 @@ class _Story:
         return [(what, end <= now) for start, end, what in self.ranks[rank] if start <= now]
 
     def over(self) -> bool:
-        """Return whether the story is over. With a hang, it continues briefly after all reports, to detect repeats."""
+        """Return whether the story is over. A story with a hang continues briefly, to detect repeated reports."""
         passed = time.monotonic() - self.began
         if self.verdict is None:
             return passed > _CALM_SECONDS
@@ -414,17 +417,17 @@ def _stories() -> dict[str, _Story]:
     first, hangs = (0.1, 0.2, _SUM), (0.3, _NEVER)
     short = [(0.1 + 0.5 * n, 0.5 + 0.5 * n, _SUM) for n in range(4)]
     return {
-        "the ranks are in step, and then compute": _Story([[first]] * 3),
-        "there are many short waits, together longer than `seconds`": _Story([short, short, [(0.45, 0.5, _SUM)]]),
+        "all ranks run the same collective and then compute": _Story([[first]] * 3),
+        "many short waits take longer than `seconds` in total": _Story([short, short, [(0.45, 0.5, _SUM)]]),
         "rank 2 is slightly late": _Story([[(0.1, 0.6, _SUM)], [(0.1, 0.6, _SUM)], [(0.55, 0.6, _SUM)]]),
-        "the order differs in row 1": _Story(
+        "the collectives differ in row 1": _Story(
             [[first, (*hangs, _COPY)], [first, (*hangs, _SUM)], [first, (*hangs, _COPY)]],
             (1, {_COPY: [0, 2], _SUM: [1]}),
         ),
-        "rank 2 has not entered": _Story(
+        "rank 2 has not entered the collective in row 1": _Story(
             [[first, (*hangs, _MEET)], [first, (*hangs, _MEET)], [first]], (1, {_MEET: [0, 1], None: [2]})
         ),
-        "rank 0 has not entered": _Story(
+        "rank 0 has not entered the collective in row 1": _Story(
             [[first], [first, (*hangs, _SUM)], [first, (*hangs, _SUM)]], (1, {None: [0], _SUM: [1, 2]})
         ),
     }
@@ -443,7 +446,7 @@ def _test_watchdog(answer: Answer) -> str:
             if isinstance(error, dist.DistStoreError):
                 raise WrongAnswerError(f"If {name}, rank {rank} waits for a key in the store that no rank sets.")
             raise error
-    expect(not any(thread.is_alive() for thread in threads), "A watchdog did not return after `over()` became true.")
+    expect(not any(thread.is_alive() for thread in threads), "Every watchdog must return after `over()` becomes true.")
     for name, story in stories.items():
         for rank, reports in story.reports.items():
             case = f"If {name}, the watchdog of rank {rank}"
@@ -453,7 +456,7 @@ def _test_watchdog(answer: Answer) -> str:
                 expect(bool(reports), f"{case} must report the hang, got no report.")
                 expect(len(reports) == 1, f"{case} must report once, got {len(reports)} reports.")
                 expect(reports[0] == story.verdict, f"{case} must report {story.verdict}, got {reports[0]}.")
-    return "All ranks report every hang once, and none reports a hang that does not exist."
+    return "All ranks report every hang once, and no rank raises a false alarm."
 
 
 def _first_divergence(entered: Sequence[Sequence[str]]) -> Divergence | None:
@@ -515,7 +518,7 @@ def _variant(
     once: bool = True,
     compare: Callable[[Sequence[Sequence[str]]], Any] = _first_divergence,
 ) -> Answer:
-    """Return the solution with a mistake."""
+    """Return a variant of the solution with a mistake."""
 
     def answer(
         rank: int,
@@ -549,16 +552,17 @@ def _variant(
 
 watchdog = Exercise(
     task=(
-        "watchdog(rank, size, store, entered, seconds, tell, over): until over(), check whether this rank waits in one "
-        "collective for `seconds`. If so, the watchdog of every rank calls tell((row, places)) once: the first index "
-        "at which the ranks' collectives differ, and a dict from collective (None for not entered) to ranks."
+        "watchdog(rank, size, store, entered, seconds, tell, over): until over() is true, check whether this rank "
+        "waits in one collective for `seconds`. If so, the watchdog of every rank must call tell((row, places)) once. "
+        "`row` is the first index at which the ranks' collectives differ, and `places` maps each collective (None if "
+        "not entered) to its ranks."
     ),
     test=_test_watchdog,
     solution=_watchdog,
     wrong={
         "answers only if its own rank waits": _variant(answers=False),
         "counts the time from the first collective": _variant(from_last_change=False),
-        "mistakes a rank that computes for one that waits": _variant(done_counts=False),
+        "mistakes a computing rank for a waiting rank": _variant(done_counts=False),
         "reports as soon as a rank waits": _variant(patient=False),
         "reports on rank 0 only": _variant(tellers=[0]),
         "reports repeatedly": _variant(once=False),
@@ -566,8 +570,8 @@ watchdog = Exercise(
     },
     hints=(
         "There are two reasons to act: this rank waits too long, or another rank has set an alarm key in the store.",
-        "Raise an alarm with store.set('alarm', ''). Every watchdog calls store.check(['alarm']) in every round.",
+        "Raise an alarm with store.set('alarm', ''). Every watchdog calls store.check(['alarm']) in every iteration.",
         "After an alarm, put this rank's list into the store as JSON, then read the lists of all ranks.",
-        "Count the time since `entered()` last changed, and only while its last entry is not done.",
+        "Measure the time since `entered()` last changed, but only while its last collective is not complete.",
     ),
 )

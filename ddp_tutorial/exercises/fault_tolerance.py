@@ -1,4 +1,4 @@
-"""Exercises of 12_fault_tolerance: which host to exclude, a loop that requeues a job, and an elastic script."""
+"""Exercises for notebook 12_fault_tolerance on excluding hosts, requeueing a job, and an elastic script."""
 
 import signal
 import subprocess
@@ -19,7 +19,7 @@ from ddp_tutorial.exercises.words import course, lines_of, make_words, wrong_aft
 
 # ------------------------------------------------------------------------------------------- 1. which hosts to exclude
 
-# The exits of the ranks in one attempt: seconds since its start, host, exit code (a negative code is a signal).
+# The ranks' exits in one attempt: seconds since the start, host, and exit code (a negative code is a signal).
 Attempt = list[tuple[float, str, int]]
 
 _RECORDS: list[tuple[list[Attempt], set[str]]] = [
@@ -31,9 +31,9 @@ _RECORDS: list[tuple[list[Attempt], set[str]]] = [
         ],
         {"n3"},
     ),
-    # One failure each: it may have been chance.
+    # Each host fails first only once, which may be chance.
     ([[(5.0, "n1", -9), (6.0, "n2", 1)], [(8.0, "n2", -9), (9.0, "n1", 1)]], set()),
-    # n2 was stopped first in two attempts, but it did not fail.
+    # n2 exits first in two attempts, but only because its agent stops it (-15).
     (
         [
             [(40.0, "n2", -15), (41.0, "n1", -11), (42.0, "n3", 1)],
@@ -41,7 +41,7 @@ _RECORDS: list[tuple[list[Attempt], set[str]]] = [
         ],
         set(),
     ),
-    # An attempt without a failure, and two hosts that failed first twice each.
+    # One attempt contains no failure. Two hosts fail first in two attempts each.
     (
         [
             [(10.0, "n1", -9), (11.0, "n2", 1)],
@@ -61,8 +61,8 @@ def _test_hosts_to_exclude(answer: Answer) -> str:
         listed = "\n".join(f"    {attempt}" for attempt in attempts)
         case = f"Attempts:\n{listed}\n"
         expect(isinstance(got, set), f"{case}The result must be a set of hosts, got {got!r}.")
-        expect(got == right, f"{case}The hosts to exclude are {sorted(right)}, got {sorted(got)}.")
-    return "The first failure of an attempt is the cause, and two causes on one host are a reason to exclude it."
+        expect(got == right, f"{case}The hosts to exclude must be {sorted(right)}, got {sorted(got)}.")
+    return "The first failure in an attempt is the cause. Exclude a host that causes at least two failures."
 
 
 def _hosts_to_exclude(attempts: Any) -> set[str]:
@@ -103,23 +103,23 @@ hosts_to_exclude = Exercise(
     test=_test_hosts_to_exclude,
     solution=_hosts_to_exclude,
     wrong={
-        "counts failures that follow from the first one": _every_failed_host,
+        "counts failures that result from the first failure": _every_failed_host,
         "counts ranks that the agent stopped": _first_exit,
         "takes the first failure in the list": _first_in_list,
         "excludes a host after one failure": _after_one_failure,
     },
     hints=(
-        "Exit code 0 is no failure, and neither is -15: the agent stops the other ranks with SIGTERM.",
-        "The records are in no order. The first failure is the one with the smallest number of seconds.",
+        "Exit codes 0 and -15 are not failures: the agent stops the other ranks with SIGTERM.",
+        "The records are not sorted. The first failure is the failure with the smallest number of seconds.",
         "Count the hosts of the first failures with collections.Counter. An attempt may contain no failure.",
     ),
 )
 
 # ---------------------------------------------------------------------------------------- 2. a loop that requeues a job
 
-_READY_SECONDS = 60.0  # until a job is near its limit, at most
-# What a job does: "finish" and "crash" exit at once. "save" waits for the signal, takes a while to save, and exits with
-# code 75; it exits with code 9 for a second signal. "starting" has no handler yet, so the signal terminates it.
+_READY_SECONDS = 60.0  # longest wait until a job is near its time limit
+# Kinds of attempts: "finish" and "crash" exit at once. "save" waits for the signal, takes a while to save, and exits
+# with code 75, or with code 9 after a second signal. "starting" has no handler yet, so the signal terminates it.
 _JOB = """
 import signal, sys, time
 kind, ready = sys.argv[1:]
@@ -137,7 +137,7 @@ while received and len(received) < 2 and time.monotonic() < limit:
     time.sleep(0.005)
 sys.exit({0: 8, 1: 75}.get(len(received), 9))
 """
-_JOBS: list[tuple[list[str], list[int]]] = [  # the attempts of a job, and the expected exit codes; 2 crashes in a row
+_JOBS: list[tuple[list[str], list[int]]] = [  # a job's attempts and the expected exit codes; up to 2 crashes in a row
     (["finish"], [0]),
     (["save", "save", "save", "save", "finish"], [75, 75, 75, 75, 0]),
     (["crash", "crash", "save", "crash", "crash", "finish"], [1, 1, 75, 1, 1, 0]),
@@ -155,7 +155,10 @@ def _run_one_job(answer: Answer, kinds: Sequence[str], folder: Path) -> Any:
         number = next(begins)
         if started and started[-1].poll() is None:
             raise WrongAnswerError(f"Attempt {number + 1} was started while attempt {number} was still running.")
-        expect(number < len(kinds), f"The job was started {number + 1} times. Its attempts were: {', '.join(kinds)}.")
+        expect(
+            number < len(kinds),
+            f"The job must be started at most {number} times, got {number + 1}. The attempts were: {', '.join(kinds)}.",
+        )
         command = [sys.executable, "-c", _JOB, kinds[number], str(folder / f"{number}.ready")]
         started.append(subprocess.Popen(command))
         asked[started[-1].pid] = time.monotonic()
@@ -180,12 +183,12 @@ def _test_run_job(answer: Answer) -> str:
     for kinds, right in _JOBS:
         with TemporaryDirectory() as name:
             got = _run_one_job(answer, kinds, Path(name))
-        case = f"The attempts were: {', '.join(kinds)}; up to 2 crashes in a row are allowed."
+        case = f"The attempts were: {', '.join(kinds)}. Up to 2 crashes in a row are allowed."
         expect(isinstance(got, list), f"{case} The result must be a list of exit codes, got {got!r}.")
-        expect(8 not in got, f"{case} Attempt {[*got, 8].index(8) + 1} waited for SIGUSR1, and never received it.")
+        expect(8 not in got, f"{case} Attempt {[*got, 8].index(8) + 1} waited for SIGUSR1, but never received it.")
         expect(9 not in got, f"{case} Attempt {[*got, 9].index(9) + 1} received SIGUSR1 more than once.")
         expect(got == right, f"{case} The exit codes must be {right}, got {got}.")
-    return "The loop requeues a job that has saved, restarts a job that has crashed, and gives up on a broken one."
+    return "Your loop requeues a job that has saved, restarts a crashed job, and gives up on a job that keeps crashing."
 
 
 def _run_job(start: Any, is_near_limit: Any, crashes: int) -> list[int]:
@@ -200,7 +203,7 @@ def _run_job(start: Any, is_near_limit: Any, crashes: int) -> list[int]:
         codes.append(code := process.returncode)
         if code == 0:
             return codes
-        saved = code == 75 or (warned and code == -signal.SIGUSR1)  # or it had not installed its handler yet
+        saved = code == 75 or (warned and code == -signal.SIGUSR1)  # or the handler was not installed yet
         in_a_row = 0 if saved else in_a_row + 1
         if in_a_row > crashes:
             return codes
@@ -210,7 +213,11 @@ Outcome = Callable[[int, bool, int], "int | None"]  # code, warned, crashes so f
 
 
 def _variant(after: Outcome, send: str = "once", number: int = signal.SIGUSR1) -> Answer:
-    """Return a loop with different rules: `after` decides, and `send` is "once" or "always"."""
+    """Return a variant of the solution.
+
+    `after` returns the number of crashes in a row, or None to give up. `send` specifies whether the loop sends the
+    signal `number` "once" or "always".
+    """
 
     def run_job(start: Any, is_near_limit: Any, crashes: int) -> list[int]:
         codes: list[int] = []
@@ -240,11 +247,13 @@ run_job = Exercise(
         "counts requeues as crashes": _variant(lambda code, warned, crashes: crashes + 1),
         "restarts a broken job forever": _variant(lambda code, warned, crashes: 0),
         "gives up after a crash": _variant(lambda code, warned, crashes: 0 if code == 75 or warned else None),
-        "adds up all crashes": _variant(lambda code, warned, crashes: crashes + (code != 75 and not warned)),
+        "counts all crashes, not only crashes in a row": _variant(
+            lambda code, warned, crashes: crashes + (code != 75 and not warned)
+        ),
         "counts a warning during the startup as a crash": _variant(
             lambda code, warned, crashes: 0 if code == 75 else crashes + 1
         ),
-        "sends the signal again and again": _variant(
+        "sends the signal repeatedly": _variant(
             lambda code, warned, crashes: 0 if code == 75 or warned else crashes + 1, "always"
         ),
         "kills the job instead of warning it": _variant(
@@ -253,10 +262,11 @@ run_job = Exercise(
     },
     hints=(
         "One iteration of the outer loop is one attempt: start it, then loop until process.poll() is not None.",
-        "Remember whether you have sent the signal, so that you send it once. Sleep 10 ms between two polls.",
-        "Exit code 75 means saved: start again, and reset the number of crashes in a row. Code 0 means finished.",
-        "A job that is still importing torch has no handler, so SIGUSR1 terminates it: code -signal.SIGUSR1. That is "
-        "no crash either.",
+        "Remember whether you have sent the signal, so that you send it only once. Sleep 10 ms between polls.",
+        "Exit code 75 means that the job has saved: start it again, and reset the number of crashes in a row. Exit "
+        "code 0 means that the job has finished.",
+        "A job that is still importing torch has no handler, so SIGUSR1 terminates the job with exit code "
+        "-signal.SIGUSR1. This is not a crash, either.",
     ),
 )
 
@@ -264,7 +274,7 @@ run_job = Exercise(
 
 _EVERY = 17  # steps between checkpoints; an epoch has 13 steps
 _SEEN = _EVERY + 4  # steps of the first two attempts before a signal
-_FOREVER = 20_000  # steps of the attempts that are stopped; finite in case that fails
+_FOREVER = 20_000  # steps of the interrupted attempts; finite in case the interruption fails
 _SOLUTION = Path(__file__).with_name("fault_tolerance_script.py")
 
 State = dict[str, Any]
@@ -285,16 +295,18 @@ def _test_elastic_script(answer: Path | str | WrongScript) -> str:
             last = max((line.step for line in lines_of(run.printed())), default=done)
             expect(
                 code == 0 and last == stop,
-                f"On one rank: {stop} steps, and exit code 0 were expected, got {last} "
-                f"steps and exit code {code}. {run.error()}",
+                f"On one rank, the script must train until step {stop} and exit with code 0, got step {last} and exit "
+                f"code {code}. {run.error()}",
             )
         weights = _load(folder)["model"]
     right = course(stop).weights
     apart = max(float((weights[each] - right[each]).abs().max()) for each in right)
-    expect(apart < 1e-4, f"The final weights differ from those of one uninterrupted process by {apart:.1e}.")
+    expect(
+        apart < 1e-4, f"The final weights differ from the weights of one uninterrupted process by up to {apart:.1e}."
+    )
     return (
-        "Two ranks stopped after SIGTERM to one of them and lost no step, three ranks survived a kill, and one rank "
-        "finished: the losses and weights are those of one uninterrupted process."
+        "After a SIGTERM to one of two ranks, both ranks stopped without losing a step. Three ranks survived a kill, "
+        "and one rank finished. The losses and weights equal those of one uninterrupted process."
     )
 
 
@@ -303,14 +315,17 @@ def _torchrun(script: Path, nprocs: int, folder: Path, steps: int) -> Torchrun:
 
 
 def _require_lines(run: Torchrun, when: str, done: int) -> None:
-    """Raise `WrongAnswerError` if the printed lines are not those of a run that resumed after step `done`."""
+    """Raise `WrongAnswerError` if the printed lines are wrong for a run that resumed after step `done`."""
     lines = lines_of(run.printed())
     mistake = wrong_after_resuming(lines, done) if done else wrong_from_the_start(lines)
     expect(not mistake, f"{when}: {mistake}")
 
 
 def _load(folder: Path) -> State:
-    expect((folder / "state.pt").exists(), "There is no checkpoint. Save every EVERY steps, and before a stop.")
+    expect(
+        (folder / "state.pt").exists(),
+        "There is no checkpoint. Save one every EVERY steps, and before the script stops.",
+    )
     saved: State = torch.load(folder / "state.pt")
     whole = isinstance(saved, dict) and isinstance(saved.get("step"), int) and isinstance(saved.get("model"), dict)
     expect(whole, "The checkpoint must be a dict with an integer 'step' and a state dict 'model'.")
@@ -324,11 +339,11 @@ def _run_until(run: Torchrun, many: int, when: str, done: int) -> None:
     code = run.wait(lambda printed: len(lines_of(printed)) >= many)
     _require_lines(run, when, done)
     got = len(lines_of(run.printed()))
-    expect(code is None, f"{when}: expected {_FOREVER} steps, but torchrun exited after {got}. {run.error()}")
+    expect(code is None, f"{when}: the script must train until step {_FOREVER}, got {got} steps. {run.error()}")
 
 
 def _stop_by_sigterm(script: Path, folder: Path) -> int:
-    """Send SIGTERM to rank 1 of two, and return the step that was saved."""
+    """Send SIGTERM to rank 1 of two ranks, and return the step that was saved."""
     with _torchrun(script, 2, folder, _FOREVER) as run:
         _run_until(run, _SEEN, "On two ranks", 0)
         run.ranks()[1].terminate()
@@ -337,11 +352,11 @@ def _stop_by_sigterm(script: Path, folder: Path) -> int:
         last = lines_of(run.printed())[-1].step
         expect(
             code == 0,
-            f"Rank 1 received SIGTERM during step {last} or before. All ranks must save and exit with code 0, but "
+            f"Rank 1 received SIGTERM during step {last} or earlier. All ranks must save and exit with code 0, but "
             f"torchrun exited with code {code}. {run.error()}",
         )
     step = int(_load(folder)["step"])
-    expect(step == last, f"After SIGTERM, the last step was {last}, but the checkpoint is of step {step}.")
+    expect(step == last, f"After SIGTERM, the checkpoint must be from the last step, {last}, got step {step}.")
     return step
 
 
@@ -353,19 +368,19 @@ def _kill_one_of_three(script: Path, folder: Path, done: int) -> int:
         run.wait()
         _require_lines(run, f"On three ranks, after step {done}", done)
     step = int(_load(folder)["step"])
-    expect(step > done, f"The run resumed after step {done}, and took {_SEEN} steps without a checkpoint.")
+    expect(step > done, f"The run resumed after step {done} and took {_SEEN} steps without saving a checkpoint.")
     return step
 
 
 elastic_script = Exercise(
-    task="Write a torchrun script that continues on any number of ranks, and loses no step when it is asked to stop.",
+    task="Write a torchrun script that resumes on any number of ranks, and loses no step when a signal stops it.",
     test=_test_elastic_script,
     solution=_SOLUTION,
     wrong={
         "stops only the rank that received the signal": WrongScript(_SOLUTION, ("dist.all_reduce(flag)", "pass")),
         "stops without saving": WrongScript(_SOLUTION, ("(stop or done % every == 0", "(done % every == 0")),
         "exits in the signal handler": WrongScript(_SOLUTION, ("received.append(number)", "os._exit(0)")),
-        "gives each of three ranks five words": WrongScript(
+        "assigns five words to each of three ranks": WrongScript(
             _SOLUTION, ("[rank::size]", "[: 16 // size * size][rank::size]")
         ),
         "takes a mean of means": WrongScript(
@@ -373,10 +388,10 @@ elastic_script = Exercise(
         ),
     },
     hints=(
-        "Start from your script of notebook 06. DistributedSampler pads to equal parts, so index the words yourself: "
-        "torch.randperm(200, generator=torch.Generator().manual_seed(epoch)) is its order for seed 0.",
-        "The position in the data is a function of the step: divmod(step, 13) is the epoch and the step in the epoch. "
-        "Rank r of N reads the words r, r + N, ... of the step's 16 words.",
+        "Start from your script of notebook 06. DistributedSampler pads to shards of equal size, so index the words "
+        "yourself. For seed 0, it uses torch.randperm(200, generator=torch.Generator().manual_seed(epoch)).",
+        "The position in the data is a function of the step: divmod(step, 13) returns the epoch and the step in the "
+        "epoch. Rank r of N reads the words r, r + N, ... of the step's 16 words.",
         "The handler only sets a flag. After each step, all-reduce the flag: if any rank has received a signal, all "
         "ranks save the same step and leave the loop.",
         "Call dist.barrier() at the end, so that no rank exits before rank 0 has written the checkpoint.",

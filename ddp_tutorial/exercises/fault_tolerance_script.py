@@ -25,14 +25,14 @@ def should_stop() -> bool:
 
 
 def words_of(step: int, words: int, rank: int, size: int) -> torch.Tensor:
-    """Return the indices of this rank's words in a step, which is counted from 0."""
+    """Return the indices of this rank's words in the zero-based step `step`."""
     epoch, taken = divmod(step, (words + 15) // 16)
-    order = torch.randperm(words, generator=torch.Generator().manual_seed(epoch))  # as DistributedSampler, seed 0
+    order = torch.randperm(words, generator=torch.Generator().manual_seed(epoch))  # like DistributedSampler, seed 0
     return order[16 * taken : 16 * taken + 16][rank::size]
 
 
 def take_step(ddp: nn.Module, optimizer: torch.optim.SGD, letters: Any, following: Any) -> tuple[float, int]:
-    """Take one optimizer step. Returns the mean loss over the letters of all ranks, and the number of letters."""
+    """Take one optimizer step. Return the mean loss over the letters of all ranks, and the number of letters."""
     total = torch.tensor([0.0, (following >= 0).sum()])
     dist.all_reduce(total[1:])
     loss = F.cross_entropy(ddp(letters).flatten(0, 1), following.flatten(), reduction="sum")

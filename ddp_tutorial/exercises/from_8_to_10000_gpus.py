@@ -1,4 +1,4 @@
-"""Exercises of 20_from_8_to_10000_gpus: a budget, errors in published claims, and context parallelism."""
+"""Exercises for notebook 20_from_8_to_10000_gpus on a budget, wrong published claims, and context parallelism."""
 
 import math
 from collections.abc import Iterator, Sequence
@@ -18,7 +18,7 @@ from ddp_tutorial.planning.transformer import MODELS, Transformer
 # ---------------------------------------------------------------------------------------------------------- 1. a budget
 
 _PLANS = (
-    Plan("ddp", 64, accumulation=16),  # does not fit
+    Plan("ddp", 64, accumulation=16),  # does not fit in memory
     Plan("zero3", 32, accumulation=32, recomputation="full"),
     Plan("zero3", 64, accumulation=16, recomputation="full"),
     Plan("zero3", 256, accumulation=4),
@@ -31,7 +31,7 @@ _TOKENS = 200e9
 
 
 def _options() -> list[Estimate]:
-    """Return estimates of plans for Llama 3.1 8B whose order by cost, time, devices and MFU differs."""
+    """Return estimates for Llama 3.1 8B plans that rank differently by cost, time, devices and MFU."""
     return [estimate_step(MODELS["Llama 3.1 8B"], plan, DEVICES["H100"], NETWORKS["DGX H100"]) for plan in _PLANS]
 
 
@@ -41,12 +41,12 @@ def _days_and_dollars(option: Estimate, tokens: float, price: float) -> tuple[fl
 
 
 def _budgets(options: Sequence[Estimate]) -> Iterator[tuple[float, float]]:
-    """Yield limits of days and dollars at which the constraints exclude different options."""
+    """Yield pairs of a time limit (days) and a cost limit (dollars), each of which excludes different options."""
     fitting = [_days_and_dollars(option, _TOKENS, _PRICE) for option in options if option.fits]
     by_cost, by_time = sorted(fitting, key=lambda each: each[1]), sorted(fitting)
     yield math.inf, math.inf
-    yield by_cost[0][0] * 0.9, math.inf  # the cheapest is too slow
-    yield by_time[0][0] * 1.01, math.inf  # only the fastest is fast enough
+    yield by_cost[0][0] * 0.9, math.inf  # the cheapest option is too slow
+    yield by_time[0][0] * 1.01, math.inf  # only the fastest option is fast enough
     yield by_time[0][0] * 1.01, by_cost[0][1] * 1.001  # none
     yield math.inf, by_cost[0][1] * 0.9  # none
     yield by_cost[0][0] * 1.01, by_cost[0][1] * 1.01
@@ -64,12 +64,12 @@ def _test_cheapest(answer: Answer) -> str:
             f"With at most {days:.3g} days and ${dollars:,.0f} at ${_PRICE} per GPU hour, the result must be {wanted}, "
             f"got {_described(got) if isinstance(got, Estimate) else repr(got)}."
         )
-    return "The cheapest plan is not always the one with the fewest GPUs, nor the one with the shortest step."
+    return "The cheapest plan does not always use the fewest GPUs or have the shortest step."
 
 
 def _described(option: Estimate) -> str:
     days, dollars = _days_and_dollars(option, _TOKENS, _PRICE)
-    fits = "" if option.fits else ", which does not fit in memory"
+    fits = "" if option.fits else ", does not fit in memory"
     return f"{option.plan.label} on {option.plan.devices} GPUs ({days:.2f} days, ${dollars:,.0f}{fits})"
 
 
@@ -118,8 +118,8 @@ def _counts_one_device(options: Any, tokens: float, days: float, dollars: float,
 
 cheapest = Exercise(
     task=(
-        "cheapest(options, tokens, days, dollars, price): `options` are results of estimate_step for different plans. "
-        "Return the option that trains on `tokens` tokens for the least money, within `days` days and `dollars` "
+        "cheapest(options, tokens, days, dollars, price): `options` contains results of estimate_step for different "
+        "plans. Return the option that trains on `tokens` tokens at the lowest cost, within `days` days and `dollars` "
         "dollars, on devices with enough memory. A device costs `price` dollars per hour. Return None if no option "
         "meets all limits."
     ),
@@ -131,10 +131,10 @@ cheapest = Exercise(
         "chooses the shortest step": _shortest_step,
         "ignores the deadline": _ignores_the_deadline,
         "ignores the budget": _ignores_the_budget,
-        "pays for one device": _counts_one_device,
+        "includes the cost of one device only": _counts_one_device,
     },
     hints=(
-        "An estimate has tokens_per_second of all devices, plan.devices and fits.",
+        "An estimate contains tokens_per_second (over all devices), plan.devices, and fits.",
         "The time is tokens / tokens_per_second. The cost is hours times devices times price.",
         "First keep the options that meet all limits, then take the minimum by cost, with default=None.",
     ),
@@ -170,7 +170,7 @@ class Claim:
 
 
 def _claims() -> Iterator[tuple[Claim, str]]:
-    """Yield claims with their error. The first two are published MFUs."""
+    """Yield claims and their errors. The first two claims are published MFUs."""
     runs = {run.name: run for run in (*PUBLISHED_RUNS, *CONTEXT_PARALLEL_RUNS)}
 
     def claim(name: str, mfu: float | None = None, ring: float | None = None) -> Claim:
@@ -191,7 +191,7 @@ def _claims() -> Iterator[tuple[Claim, str]]:
     yield claim("Llama 3.1 8B, 128 H100", ring=440e9), _FABRIC  # eight cards of 50 GB/s on each node
     yield claim("BLOOM 176B, 384 A100", ring=200e9), _FABRIC
     yield claim("Llama 3.1 8B, 128 H100", ring=370e9), _RIGHT
-    yield claim("GPT-2 124M, 8 A100", ring=230e9), _RIGHT  # one node: NVLink
+    yield claim("GPT-2 124M, 8 A100", ring=230e9), _RIGHT  # one node, connected by NVLink
     yield claim("Llama 3 405B, 8,192 H100", ring=40e9), _RIGHT
 
 
@@ -204,7 +204,7 @@ def _test_find_error(answer: Answer) -> str:
                 f"{claim.model.name}: {claim.tokens_per_second:,.0f} tokens/s per device, MFU {claim.mfu:.1%}{ring}. "
                 f"The result must be {right!r}, got {got!r}."
             )
-    return "The first two claims are published ones: a documentation page and a table."
+    return "The first two claims were published, in a documentation page and in a table."
 
 
 def _find_error(claim: Claim) -> str:
@@ -244,7 +244,7 @@ def _compares_with_one_card(claim: Claim) -> str:
 
 
 def _six_n(claim: Claim) -> str:
-    """Forget attention."""
+    """Ignore the FLOPs of attention."""
     model = claim.model
     ratio = model.flops_per_token / (model.flops_per_token - 3 * model.attention_flops)
     return _find_error(replace(claim, mfu=claim.mfu * ratio))
@@ -257,9 +257,9 @@ def _all_too_high_is_recomputation(claim: Claim) -> str:
 
 find_error = Exercise(
     task=(
-        "find_error(claim): a claim has model, device, network, devices, tokens_per_second (per device), mfu (from 0 "
-        "to 1) and ring (bytes per second that each device sends in a ring over all devices, or None). Return "
-        "'faster than the fabric' if the network does not permit the ring. Otherwise return how the MFU was counted: "
+        "find_error(claim): a claim contains model, device, network, devices, tokens_per_second (per device), mfu "
+        "(from 0 to 1) and ring (bytes per second that each device sends in a ring over all devices, or None). Return "
+        "'faster than the fabric' if the network is too slow for the ring. Otherwise, return how the MFU was computed: "
         "'right' (model.flops_per_token), 'counts the embedding', 'counts recomputation' (a second forward pass of all "
         "layers), 'ignores grouped queries' (as if every head had its own keys and values) or 'uses the sparse peak' "
         "(twice the peak)."
@@ -276,10 +276,10 @@ find_error = Exercise(
     },
     hints=(
         "The MFU and the tokens per second determine the FLOPs per token that the claim counted.",
-        "Compute the FLOPs per token of each way to count, and take the closest. dataclasses.replace(model, "
+        "Compute the FLOPs per token for each way of counting, and return the closest. dataclasses.replace(model, "
         "kv_heads=None) gives every head its own keys and values.",
-        "A ring over several nodes passes through all network cards of a node: per_node times "
-        "network.across.bandwidth, and never more than network.inside.bandwidth.",
+        "A ring over several nodes uses all network cards of a node. Its bandwidth is per_node times "
+        "network.across.bandwidth, but at most network.inside.bandwidth.",
     ),
 )
 
@@ -296,15 +296,15 @@ def _test_context(answer: Answer) -> str:
     right = estimate_step(_LONG, plan, hopper, dgx).seconds
     got = answer(_LONG, plan, 1, hopper, dgx)
     if not math.isclose(got, right, rel_tol=1e-6):
-        raise WrongAnswerError(f"With context=1, the result must be estimate_step's {right:.3f} s, got {got:.3f} s.")
+        raise WrongAnswerError(f"With context=1, the result must equal estimate_step's {right:.3f} s, got {got:.3f} s.")
     one = estimate_step(_LONG, plan, hopper, _FREE).seconds
     for context in (2, 8):
         got = answer(_LONG, plan, context, hopper, _FREE)
         if not math.isclose(got, one / context, rel_tol=0.05):
             raise WrongAnswerError(
-                f"On an infinitely fast network, {context} context-parallel ranks divide the computation of "
-                f"{one:.2f} s. The result must be about {one / context:.2f} s, got {got:.2f} s. Each query attends to "
-                "all keys, not only to those of its rank."
+                f"On an infinitely fast network, {context} context-parallel ranks share {one:.2f} s of computation. "
+                f"The result must be about {one / context:.2f} s, got {got:.2f} s. Each query attends to the keys of "
+                "all ranks."
             )
     cases = [
         ("over a slow fabric", _LONG, Plan("zero3", 64, tensor=8), 8, _SLOW),
@@ -319,8 +319,8 @@ def _test_context(answer: Answer) -> str:
         )
         if not math.isclose(got, right, rel_tol=0.1):
             raise WrongAnswerError(
-                f"{model.name} {name}, {each.label}, {context} context-parallel ranks: the result must be within 10 % "
-                f"of {right:.2f} s, got {got:.2f} s. Each layer gathers keys and values over these ranks."
+                f"For {model.name} {name}, {each.label} and {context} context-parallel ranks, the result must be "
+                f"within 10 % of {right:.2f} s, got {got:.2f} s. Each layer gathers keys and values over these ranks."
             )
     errors = []
     for run in CONTEXT_PARALLEL_RUNS:
@@ -328,17 +328,17 @@ def _test_context(answer: Answer) -> str:
         seconds = answer(model_of(run), plan, run.context, DEVICES[run.device], network_of(run))
         errors.append(run.batch_tokens / seconds / run.devices / run.tokens_per_second - 1)
     listed = ", ".join(f"{run.name} {error:+.0%}" for run, error in zip(CONTEXT_PARALLEL_RUNS, errors, strict=True))
-    return f"Against published runs with context parallelism: {listed}."
+    return f"The throughput errors for published runs with context parallelism are: {listed}."
 
 
 def _context_parallel(model: Transformer, plan: Plan, context: int, device: Device, network: Network) -> float:
-    # Each rank has a shorter sequence. For the gradients, it is one more data-parallel rank.
+    # Each rank processes a shorter sequence. For the gradients, these ranks are additional data-parallel ranks.
     short = replace(model, sequence=model.sequence // context)
     wide = replace(plan, devices=plan.devices * context)
     seconds = estimate_step(short, wide, device, network).seconds
     if context == 1:
         return seconds
-    # Its queries attend to the keys of all ranks. A causal mask skips half of the scores.
+    # A rank's queries attend to the keys of all ranks. A causal mask skips half of the scores.
     layers, tokens = model.layers / plan.pipeline, plan.micro_batch * short.sequence / plan.tensor
     flops = tokens * layers * 4 * (model.sequence - short.sequence) * model.width / 2
     passes = 1 + 2.5 + (plan.recomputation == "full")  # forward, backward, recomputation
@@ -378,7 +378,7 @@ def _gathers_queries(model: Any, plan: Any, context: int, device: Any, network: 
 
 context_parallel = Exercise(
     task=(
-        "context_parallel(model, plan, context, device, network): return the seconds of a step in which `context` "
+        "context_parallel(model, plan, context, device, network): return the step time in seconds if `context` "
         "devices split each sequence. `plan` describes data, tensor and pipeline parallelism, so the step uses "
         "plan.devices * context devices. Each layer gathers the keys and values of all context-parallel ranks in the "
         "forward and the backward pass, and reduce-scatters their gradients. This communication does not overlap."
@@ -386,19 +386,19 @@ context_parallel = Exercise(
     test=_test_context,
     solution=_context_parallel,
     wrong={
-        "treats the ranks as more data": _more_data_ranks,
+        "treats the ranks as data-parallel ranks only": _more_data_ranks,
         "attends only to its own keys": _only_own_keys,
-        "divides the step by the ranks": _divides_the_step,
+        "divides the step time by the number of ranks": _divides_the_step,
         "gathers nothing": _gathers_nothing,
         "gathers the queries too": _gathers_queries,
     },
     hints=(
-        "Start from estimate_step with a shorter sequence and plan.devices * context devices: the gradients are "
-        "averaged over all of them. Two things are missing.",
-        "Attention takes 4 s h FLOPs per token and layer, of which a fused kernel computes half, at device.flops * "
+        "Start from estimate_step with a shorter sequence and plan.devices * context devices, because the "
+        "gradients are averaged over all devices. Two terms are missing.",
+        "Attention requires 4 s h FLOPs per token per layer. A fused kernel computes half of them, at device.flops * "
         "device.attention_fraction. The backward pass takes 2.5 times as long as the forward pass.",
         "pass_seconds(group_of(context, plan.tensor, network.per_node), network, nbytes) in "
-        "ddp_tutorial.planning.communication is the time of one all-gather or reduce-scatter.",
-        "Both times occur in each micro-batch, and (pipeline - 1) / interleaving more times in the bubble.",
+        "ddp_tutorial.planning.communication returns the time of one all-gather or reduce-scatter.",
+        "Both times occur in each micro-batch, and another (pipeline - 1) / interleaving times in the bubble.",
     ),
 )

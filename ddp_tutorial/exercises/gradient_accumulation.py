@@ -1,4 +1,4 @@
-"""Exercises of 08_gradient_accumulation: the last micro-batch, an epoch of ragged steps, and unknown counts."""
+"""Exercises for 08_gradient_accumulation on the last micro-batch, ragged batches, and counts not known in advance."""
 
 import math
 from collections.abc import Iterable, Iterator
@@ -15,13 +15,13 @@ from torch.nn.parallel import DistributedDataParallel
 from ddp_tutorial.exercises import Answer, Exercise, expect, numbers, on_ranks
 from ddp_tutorial.world import World
 
-# ------------------------------------------------------------------------------------------- 1. the last of an iterator
+# ---------------------------------------------------------------------------------------------- 1. the last micro-batch
 
 _COUNTS = (3, 1, 0, 5)
 
 
 class _Loader:
-    """An iterator of tensors that counts how many it has returned."""
+    """Iterator that counts the tensors it has returned."""
 
     def __init__(self, batches: list[torch.Tensor]) -> None:
         self.batches, self.returned = batches, 0
@@ -37,7 +37,7 @@ class _Loader:
 
 
 def _counted(calls: list[int], bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
-    """Run torch's own all-reduce, and count the calls."""
+    """Run PyTorch's `allreduce_hook`, and record the call in `calls`."""
     calls.append(1)
     return allreduce_hook(None, bucket)  # type: ignore[arg-type]  # None: the default group
 
@@ -53,7 +53,7 @@ def _loss(model: Any, batch: torch.Tensor) -> torch.Tensor:
 
 
 def _run_synchronize_last(world: World, answer: Answer) -> tuple[list[dict[str, Any]], int]:
-    """Return one record for each number of micro-batches, and the number of all-reduces after a loop that broke off."""
+    """Return a record for each micro-batch count, and the number of all-reduces after an early exit from the loop."""
     records = []
     for count in _COUNTS:
         ddp, calls = DistributedDataParallel(_linear()), []  # type: ignore[var-annotated]
@@ -71,7 +71,7 @@ def _run_synchronize_last(world: World, answer: Answer) -> tuple[list[dict[str, 
     ddp.register_comm_hook(calls, _counted)
     loop = answer(ddp, _Loader([torch.ones(2, 3)] * 4))
     _loss(ddp, next(loop)).backward()
-    loop.close()  # as a `break` in the loop does
+    loop.close()  # has the same effect as a `break` in the loop
     _loss(ddp, torch.ones(2, 3)).backward()
     return records, len(calls)
 
@@ -85,18 +85,18 @@ def _test_synchronize_last(answer: Answer) -> str:
             record = records[number]
             expect(
                 record["seen"] == record["given"],
-                f"{case}, yield each of them once, in order: expected {len(record['given'])}, got "
+                f"{case}, yield each micro-batch once, in order. Expected {len(record['given'])} micro-batches, got "
                 f"{len(record['seen'])}.",
             )
             expect(
                 record["ahead"] <= 1,
-                f"{case}, you read {record['ahead']} micro-batches ahead of the loop. All of them may not fit into "
-                "memory: read one ahead.",
+                f"{case}, your generator reads {record['ahead']} micro-batches ahead of the loop, and they may not "
+                "fit into memory. Read at most one micro-batch ahead.",
             )
             expect(
                 record["calls"] == min(count, 1),
-                f"{case}, there must be {min(count, 1)} all-reduce, got {record['calls']}: the loop must run the last "
-                "micro-batch, and no other, outside no_sync().",
+                f"{case}, the number of all-reduces must be {min(count, 1)}, got {record['calls']}. Run only the "
+                "last micro-batch outside no_sync().",
             )
         if count:
             model = _linear()
@@ -107,13 +107,13 @@ def _test_synchronize_last(answer: Answer) -> str:
             for records, _ in results:
                 expect(
                     torch.allclose(records[number]["gradient"], true),
-                    f"{case}, there was one all-reduce, but the gradient misses some micro-batches: synchronize in the "
-                    "last one.",
+                    f"{case}, there was one all-reduce, but the gradient does not include all micro-batches. "
+                    "Synchronize in the last micro-batch.",
                 )
     expect(
         all(calls for _, calls in results),
-        "A loop that breaks off early leaves DDP without synchronization: the next backward pass sent nothing. Leave "
-        "no_sync() when the generator is closed, which `with` does.",
+        "After an early exit from the loop, the next backward pass did not synchronize the gradients. Exit "
+        "no_sync() when the generator is closed, for example by using a `with` statement.",
     )
     return "Only the last micro-batch synchronizes, and at most one micro-batch is read ahead."
 
@@ -172,8 +172,8 @@ def _by_hand(ddp: Any, batches: Batches) -> Iterator[torch.Tensor]:
 
 synchronize_last = Exercise(
     task=(
-        "synchronize_last(ddp, batches): yield the micro-batches of an iterator of unknown length, so that DDP "
-        "synchronizes in the last one only."
+        "synchronize_last(ddp, batches): yield the micro-batches from an iterator of unknown length. DDP must "
+        "synchronize only in the last micro-batch."
     ),
     test=_test_synchronize_last,
     solution=_synchronize_last,
@@ -186,21 +186,22 @@ synchronize_last = Exercise(
         "disables synchronization by hand": _by_hand,
     },
     hints=(
-        "A micro-batch is not the last one if you can read another one. So read one ahead, and yield the one before.",
-        "While a generator waits at `yield`, the loop body runs. A `with ddp.no_sync():` around the `yield` is active "
-        "in the body.",
+        "A micro-batch is not the last one if you can read a next micro-batch. Read one micro-batch ahead, and "
+        "yield the previous one.",
+        "While a generator waits at `yield`, the loop body runs. A `with ddp.no_sync():` block around the `yield` "
+        "is also active in the loop body.",
     ),
 )
 
 # ---------------------------------------------------------------------------------------- 2. an epoch of ragged batches
 
-_CASES = ((4, 2), (5, 2), (3, 4), (7, 3), (2, 1))  # micro-batches of the loader, and micro-batches per step
+_CASES = ((4, 2), (5, 2), (3, 4), (7, 3), (2, 1))  # micro-batches in the loader, and micro-batches per step
 _VOCAB, _CLIP = 11, 0.5
 Pair = tuple[torch.Tensor, torch.Tensor]
 
 
 class _Letters(nn.Module):
-    """A model that records the number of samples of each forward pass."""
+    """Model that records the number of samples in each forward pass."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -215,7 +216,7 @@ class _Letters(nn.Module):
 
 
 def _ragged_loader(count: int) -> list[Pair]:
-    """Return micro-batches of 2 samples with 2 to 12 tokens each."""
+    """Return `count` micro-batches of 2 samples, each with 2 to 12 tokens."""
     generator = torch.Generator().manual_seed(count)
     pairs = []
     for _ in range(count):
@@ -236,7 +237,7 @@ def _tools(model: nn.Module) -> tuple[Any, Any]:
 
 
 def _expected_epoch(count: int, k: int) -> tuple[nn.Module, list[float], float]:
-    """Return the model, the losses and the learning rate of an epoch whose steps compute one batch each."""
+    """Train an epoch with one large batch per step, and return the model, the losses and the final learning rate."""
     model, losses = _Letters(), []
     optimizer, scheduler = _tools(model)
     pairs = _ragged_loader(count)
@@ -260,34 +261,34 @@ def _test_train_epoch(answer: Answer) -> str:
         true, losses, rate = _expected_epoch(count, k)
         expect(
             model.sizes == [2] * count,
-            f"{case}: the model must see {count} micro-batches of 2 samples, got {model.sizes}. A larger batch does "
-            "not fit into memory.",
+            f"{case}: the model must process {count} micro-batches of 2 samples, got micro-batches of {model.sizes} "
+            "samples. A larger batch does not fit into memory.",
         )
         expect(
             isinstance(returned, list) and len(returned) == len(losses),
-            f"{case}: return a list of {len(losses)} losses, one per optimizer step, got {returned!r}. The remainder "
-            "of the loader is a step, too.",
+            f"{case}: the result must be a list of {len(losses)} losses, one per optimizer step, got {returned!r}. "
+            "The remaining micro-batches form a step, too.",
         )
         expect(
             scheduler.get_last_lr()[0] == rate,
             f"{case}: after {len(losses)} optimizer steps, the learning rate must be {rate:g}, got "
-            f"{scheduler.get_last_lr()[0]:g}. The schedule counts optimizer steps.",
+            f"{scheduler.get_last_lr()[0]:g}. Call scheduler.step() once per optimizer step.",
         )
         for number, (loss, right) in enumerate(zip(returned, losses, strict=True)):
             expect(
                 abs(float(loss) - right) < 1e-4,
-                f"{case}: the loss of step {number + 1} must be {right:.4f}, the mean over its tokens, got "
+                f"{case}: the loss of step {number + 1} must be {right:.4f}, the mean over the step's tokens, got "
                 f"{float(loss):.4f}.",
             )
         off = float((_vector(model) - _vector(true)).norm() / _vector(true).norm())
         expect(
             off < 1e-5,
-            f"{case}: the losses are right, but the final weights differ by {off:.1%}. Is every token of a step "
-            "weighted equally, and is the gradient of the whole step clipped once?",
+            f"{case}: the losses are right, but the final weights differ from the expected weights by {off:.1%}. "
+            "Weight all tokens of a step equally, and clip the gradient of the whole step once.",
         )
         clean = all(parameter.grad is None or not parameter.grad.any() for parameter in model.parameters())
-        expect(clean, f"{case}: the last gradient was not cleared. It would leak into the next epoch.")
-    return "Every step equals a step on one large batch, and the remainder of the loader is a step of its own."
+        expect(clean, f"{case}: the last step's gradient was not cleared, and would leak into the next epoch.")
+    return "Every step is equivalent to a step on one large batch, and the remaining micro-batches form their own step."
 
 
 Loader = Iterable[Pair]
@@ -295,7 +296,7 @@ Loader = Iterable[Pair]
 
 def _train_epoch(model: "nn.Module", optimizer: "Any", scheduler: "Any", loader: "Loader", k: int) -> list[float]:
     loader, losses = iter(loader), []
-    while window := list(islice(loader, k)):  # tokens and targets only, which are small
+    while window := list(islice(loader, k)):  # contains only inputs and targets, which are small
         count = sum((targets != -100).sum() for _, targets in window)
         total = 0.0
         for inputs, targets in window:
@@ -363,8 +364,8 @@ def _usual_loop(model: nn.Module, optimizer: Any, scheduler: Any, loader: Loader
 
 train_epoch = Exercise(
     task=(
-        "train_epoch(model, optimizer, scheduler, loader, k): train one epoch with k micro-batches per step, clip at "
-        "norm 0.5, and return the mean loss of each step."
+        "train_epoch(model, optimizer, scheduler, loader, k): train one epoch with k micro-batches per step. Clip "
+        "the gradient to norm 0.5, and return the mean loss of each step."
     ),
     test=_test_train_epoch,
     solution=_train_epoch,
@@ -378,19 +379,20 @@ train_epoch = Exercise(
         "is the usual loop, which keeps the remainder in .grad": _usual_loop,
     },
     hints=(
-        "list(islice(loader, k)) with loader = iter(loader) reads up to k micro-batches. The list is empty at the end.",
-        "Inputs and targets are small; activations are large. So you may read a whole step, and count its tokens, "
-        "before you compute.",
-        "F.cross_entropy(..., reduction='sum') divided by the tokens of the step gives every token the same weight. "
-        "The sum of these losses is the mean loss of the step.",
+        "After loader = iter(loader), list(islice(loader, k)) returns up to k micro-batches. At the end, the "
+        "list is empty.",
+        "Inputs and targets are small, but activations are large. You can therefore read all micro-batches of a "
+        "step, and count their tokens, before the first forward pass.",
+        "Divide F.cross_entropy(..., reduction='sum') by the number of tokens in the step. Every token then has the "
+        "same weight, and the sum of these losses is the mean loss of the step.",
     ),
 )
 
-# ------------------------------------------------------------------------------------ 3. counts that nobody knows first
+# --------------------------------------------------------------------------------------- 3. counts not known in advance
 
 
 class _Heads(nn.Module):
-    """Three linear heads. A micro-batch uses one of them, and no micro-batch uses the last."""
+    """Model with three linear heads. Each micro-batch uses one head, and no micro-batch uses the last head."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -402,14 +404,14 @@ class _Heads(nn.Module):
         return output
 
 
-# For each step and rank: the samples and the head of each micro-batch.
+# For each step and each rank, the number of samples and the head of each micro-batch.
 _STEPS = (
     (((3, 0), (1, 0)), ((5, 1),)),
     ((), ((2, 0), (4, 0), (1, 0))),
     ((), ()),
     (((1, 0),), ((1, 1), (6, 0))),
 )
-_TINY = 300  # micro-batches of one sample on each rank; in bfloat16, 256 + 1 is 256
+_TINY = 300  # number of one-sample micro-batches on each rank; in bfloat16, 256 + 1 is 256
 _COLLECTIVES = (
     *("all_reduce", "reduce", "broadcast", "broadcast_object_list", "barrier", "all_gather", "all_gather_object"),
     *("all_gather_into_tensor", "reduce_scatter", "reduce_scatter_tensor", "gather", "gather_object", "scatter"),
@@ -432,7 +434,7 @@ def _adamw(model: nn.Module) -> torch.optim.Optimizer:
 
 
 def _expected_steps() -> list[tuple[float, torch.Tensor]]:
-    """Return the loss and the weights after each step of one process that computes all samples at once."""
+    """Return the loss and the weights after each step, computed by one process on all samples at once."""
     model = _Heads()
     optimizer, results = _adamw(model), []
     for step in range(len(_STEPS)):
@@ -494,21 +496,23 @@ def _test_accumulator(answer: Answer) -> str:
             expect(isinstance(got, float), f"{case}: step must return a float, got {type(got).__name__}.")
             expect(
                 torch.allclose(found, weights, atol=1e-4),
-                f"{case}: the weights on rank {rank} must be {numbers(weights, 3)}, got {numbers(found, 3)}. The last "
-                "three belong to a head that nothing uses. A parameter without a gradient on any rank must not change, "
-                "nor may any if there are no samples. Clip the gradient of the mean, over all ranks.",
+                f"{case}: the weights on rank {rank} must be {numbers(weights, 3)}, got {numbers(found, 3)}. The "
+                "last three weights belong to an unused head. A parameter without a gradient on any rank must not "
+                "change. Without samples on any rank, no parameter may change. Clip the gradient of the mean loss "
+                "over all ranks' samples.",
             )
             expect(
                 math.isnan(got) if math.isnan(loss) else abs(got - loss) < 1e-3,
-                f"{case}: the mean loss over all samples of all ranks is {loss:.4f}, got {got:.4f} on rank {rank}.",
+                f"{case}: the mean loss over all samples of all ranks must be {loss:.4f}, got {got:.4f} on rank "
+                f"{rank}.",
             )
     for rank, (_, weight) in enumerate(results):
         expect(
             abs(weight + 1) < 0.01,
-            f"{_TINY} micro-batches with the gradient 1, in bfloat16: after one step of SGD with lr=1, the weight must "
-            f"be -1, got {weight:.3f} on rank {rank}. Accumulate in float32: in bfloat16, 256 + 1 is 256.",
+            f"After {_TINY} bfloat16 micro-batches with gradient 1 and one SGD step with lr=1, the weight must be "
+            f"-1, got {weight:.3f} on rank {rank}. Accumulate in float32, because 256 + 1 is 256 in bfloat16.",
         )
-    return "One all-reduce per step carries everything, however the micro-batches are distributed over the ranks."
+    return "One all-reduce per step is enough, for any distribution of the micro-batches over the ranks."
 
 
 class _Accumulator:
@@ -602,8 +606,8 @@ class _NeverClears(_Accumulator):
 
 accumulator = Exercise(
     task=(
-        "Write a class with __init__(model), backward(loss, count) for each micro-batch, and step(optimizer, max_norm) "
-        "with one all-reduce, which returns the mean loss over all samples of all ranks."
+        "Write a class with __init__(model), backward(loss, count) for each micro-batch, and step(optimizer, "
+        "max_norm). step performs one all-reduce, and returns the mean loss over all samples of all ranks."
     ),
     test=_test_accumulator,
     solution=_Accumulator,
@@ -618,11 +622,12 @@ accumulator = Exercise(
         "adds to the sums of the previous step": _NeverClears,
     },
     hints=(
-        "A sum does not need the count. Accumulate the gradients of the loss sums, and divide after the all-reduce.",
-        "Everything that is summed over the ranks fits into one flat float32 buffer: the gradients, the loss, the "
-        "count, and for each parameter whether this rank has used it.",
-        "torch.cat([piece.flatten() for piece in pieces]) packs the buffer, and buffer.split([piece.numel() for piece "
-        "in pieces]) unpacks it. Assign .grad = None to parameters that no rank has used.",
-        "After each backward pass, move .grad into a float32 tensor and set .grad to None.",
+        "Accumulating a sum does not require the count. Accumulate the gradients of the loss sums, and divide "
+        "by the count after the all-reduce.",
+        "One flat float32 buffer can hold all values that are summed over the ranks: the gradients, the loss, the "
+        "count, and a flag for each parameter that this rank has used.",
+        "torch.cat([piece.flatten() for piece in pieces]) packs the buffer, and buffer.split([piece.numel() for "
+        "piece in pieces]) unpacks it. Set .grad to None for parameters that no rank has used.",
+        "After each backward pass, add .grad to a float32 tensor, and then set .grad to None.",
     ),
 )

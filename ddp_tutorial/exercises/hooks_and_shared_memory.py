@@ -1,4 +1,4 @@
-"""Exercise of the deep dive hooks_and_shared_memory: a top-k hook with error feedback."""
+"""Exercise for the deep dive hooks_and_shared_memory on a top-k hook with error feedback."""
 
 from typing import Any
 
@@ -16,7 +16,7 @@ _FRACTION, _SIZES, _TRAINED, _FLUSHED = 0.25, (12, 20), 3, 5
 
 
 class _TwoVectors(nn.Module):
-    """Model with two vectors, which are in one bucket at first, and then in two. Their gradients are the inputs."""
+    """Model with two vectors, whose gradients are the inputs. DDP puts them in one bucket, and later in two."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -27,21 +27,22 @@ class _TwoVectors(nn.Module):
 
 
 def _gradients(rank: int, step: int) -> torch.Tensor:
-    """Return the gradients of both vectors on a rank, in the order of the bucket of the first step."""
+    """Return the gradients of both vectors on a rank, in the order of the first step's bucket."""
     generator = torch.Generator().manual_seed(100 * rank + step)
     return torch.randn(sum(_SIZES), generator=generator) if step < _TRAINED else torch.zeros(sum(_SIZES))
 
 
 def _largest(gradient: torch.Tensor, *, signed: bool = False) -> torch.Tensor:
-    """Return `gradient` with all but its largest numbers replaced by zeros."""
+    """Return `gradient` with all but the largest elements replaced by zeros."""
     places = (gradient if signed else gradient.abs()).topk(int(_FRACTION * len(gradient))).indices
     return torch.zeros_like(gradient).index_put((places,), gradient[places])
 
 
 def _run_topk(world: World, answer: Answer) -> None:
     advice = (
-        ". After the first backward pass DDP rebuilds its buckets, so a bucket with the same index contains different "
-        "parameters. Store what was not sent for each parameter: bucket.parameters() and bucket.gradients()."
+        ". After the first backward pass, DDP rebuilds its buckets, so a bucket with the same index contains "
+        "different parameters. Store the unsent elements per parameter, with bucket.parameters() and "
+        "bucket.gradients()."
     )
     model, watched, state = _TwoVectors(), WatchedHook(world, answer, advice), {"fraction": _FRACTION}
     ddp = DistributedDataParallel(model, bucket_cap_mb=1e-5)
@@ -60,23 +61,23 @@ def _run_topk(world: World, answer: Answer) -> None:
     wrong = int((received - exact).abs().gt(1e-4).sum())
     expect(
         not wrong,
-        f"The first step is right. Then {_TRAINED - 1} more steps had random gradients, and {_FLUSHED} steps had "
-        f"gradients of zero, which is enough to send everything that was left out. But in the sum over all steps, "
-        f"{wrong} of {len(exact)} numbers differ from the sum of the exact averages, by up to "
-        f"{float((received - exact).abs().max()):.2g}. Add what a step does not send to the next gradient of the same "
-        "parameter, and keep only what is still not sent.",
+        f"The first step is right. {_TRAINED - 1} more steps with random gradients and {_FLUSHED} steps with zero "
+        f"gradients followed, which are enough to send all elements. However, in the sum over all steps, {wrong} of "
+        f"{len(exact)} elements differ from the sum of the exact averages, by up to "
+        f"{float((received - exact).abs().max()):.2g}. Add the elements that a step does not send to the next "
+        "gradient of the same parameter, and keep only the elements that remain unsent.",
     )
     watched.expect_overlap()
 
 
 def _expect_sparse_mean(watched: WatchedHook, averaged: torch.Tensor) -> None:
-    """Check the first step: one bucket, and nothing was left out before."""
+    """Check the first step, which has one bucket and no unsent elements from earlier steps."""
     dense = averaged.nbytes
-    expect(bool(watched.sent), "Your hook must send with dist.all_gather or dist.all_reduce, but it used neither.")
+    expect(bool(watched.sent), "Your hook must call dist.all_gather or dist.all_reduce, but called neither.")
     expect(
         watched.nbytes <= 0.75 * dense,
-        f"The bucket has {dense} bytes, and your hook sent {watched.nbytes}. Send only the selected numbers and their "
-        "places in the bucket.",
+        f"Your hook sent {watched.nbytes} bytes for a bucket of {dense} bytes. Send only the selected elements and "
+        "their indices in the bucket.",
     )
     gradients = [_gradients(rank, 0) for rank in range(watched.world.size)]
     exact = torch.stack([_largest(gradient) for gradient in gradients]).mean(0)
@@ -84,33 +85,33 @@ def _expect_sparse_mean(watched: WatchedHook, averaged: torch.Tensor) -> None:
         return
     own = _largest(gradients[watched.world.rank])
     if torch.allclose(averaged, exact * watched.world.size, atol=1e-6):
-        found = "This is the sum over the ranks; divide it by the world size"
+        found = "This is the sum over the ranks; divide by the world size"
     elif torch.allclose(averaged, torch.stack([_largest(each, signed=True) for each in gradients]).mean(0), atol=1e-6):
-        found = "Your hook selects the largest signed numbers; select by absolute value"
+        found = "Your hook selects the largest signed values; select by absolute value"
     elif torch.equal(averaged.ne(0), own.ne(0)):
         found = (
-            "The result is nonzero only where this rank selected. The ranks select different places, so the values "
-            "cannot be summed with an all-reduce: gather the values and the places of all ranks"
+            "The result is nonzero only at the indices that this rank selected. The ranks select different indices, "
+            "so an all-reduce cannot sum the values. Gather the values and the indices of all ranks"
         )
     else:
-        found = f"{int(averaged.ne(0).sum())} numbers are nonzero, expected {int(exact.ne(0).sum())}"
+        found = f"The result must contain {int(exact.ne(0).sum())} nonzero elements, got {int(averaged.ne(0).sum())}"
     raise WrongAnswerError(
         f"On rank {watched.world.rank}, the first averaged gradient is wrong. It must be the mean over the ranks of "
-        f"each rank's {_FRACTION:.0%} largest numbers. {found}."
+        f"each rank's largest {_FRACTION:.0%} of elements by absolute value. {found}."
     )
 
 
 def _test_topk(answer: Answer) -> str:
-    stuck = "A rank waits forever. Does the future that you return ever get a value?"
+    stuck = "A rank waits forever. Is the future that you return ever completed?"
     on_ranks(_run_topk, 2, answer, stuck=stuck, timeout=40)
-    return "The hook sends only the largest numbers, and in the sum over all steps nothing is lost."
+    return "The hook sends only the largest elements, and no gradient is lost in the sum over all steps."
 
 
 def _topk_hook(state: dict[Any, Any], bucket: dist.GradBucket) -> Future[torch.Tensor]:
     buffer, size = bucket.buffer(), dist.get_world_size()
     for parameter, gradient in zip(bucket.parameters(), bucket.gradients(), strict=True):
         if parameter in state:
-            gradient.add_(state[parameter])  # in place: it is a view of the buffer
+            gradient.add_(state[parameter])  # in place, because `gradient` is a view of the buffer
     places = buffer.abs().topk(int(state["fraction"] * buffer.numel())).indices
     message = torch.cat([buffer[places], places.int().view(torch.float32)])  # one message instead of two
     buffer[places] = 0  # the rest is not sent in this step
@@ -184,9 +185,10 @@ def _topk_with(
 
 topk_hook = Exercise(
     task=(
-        'topk_hook(state, bucket): let state["fraction"] of the numbers in the bucket be k. Send only the k numbers of '
-        "largest absolute value and their places, average them over the ranks, and return a future of the averaged "
-        "bucket. Add what a step does not send to the next gradient; `state` is a dict that you may use for this."
+        'topk_hook(state, bucket): let k be state["fraction"] times the number of elements in the bucket. Send only '
+        "the k elements with the largest absolute values, and their indices. Average them over the ranks, and "
+        "return a future of the averaged bucket. Add the unsent elements to the next gradient. `state` is a dict in "
+        "which you may store them."
     ),
     test=_test_topk,
     solution=_topk_hook,
@@ -201,12 +203,12 @@ topk_hook = Exercise(
         "waits inside the hook": _topk_with(wait=True),
     },
     hints=(
-        "Each rank selects different places, so an all-reduce of the values would add unrelated numbers. "
-        "dist.all_gather collects the values and the places of all ranks.",
-        "tensor.abs().topk(k).indices are the places. places.int().view(torch.float32) reinterprets them, so that "
-        "values and places fit in one message.",
-        "bucket.gradients() are views of bucket.buffer(), in the order of bucket.parameters(). Store what was not "
-        "sent for each parameter, because DDP rebuilds its buckets after the first backward pass.",
+        "Each rank selects different indices, so an all-reduce of the values would sum unrelated elements. "
+        "dist.all_gather collects the values and the indices of all ranks.",
+        "Let indices = tensor.abs().topk(k).indices. indices.int().view(torch.float32) reinterprets the bits, so "
+        "that values and indices fit in one message.",
+        "bucket.gradients() returns views of bucket.buffer(), in the order of bucket.parameters(). Store the unsent "
+        "elements per parameter, because DDP rebuilds its buckets after the first backward pass.",
         "Keep the list of received messages, and use it in the function that you pass to .get_future().then(...).",
     ),
 )

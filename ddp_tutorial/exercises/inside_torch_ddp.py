@@ -1,4 +1,4 @@
-"""Exercises of 05_inside_torch_ddp: ddp or ddp.module, a bfloat16 hook, and a script that trains worse on two ranks."""
+"""Exercises for notebook 05_inside_torch_ddp on ddp and ddp.module, a bfloat16 hook, and a script with DDP faults."""
 
 import time
 from contextlib import ExitStack
@@ -28,11 +28,11 @@ def _model() -> nn.Sequential:
 
 
 def _not_alone(ddp: DistributedDataParallel, _: object) -> None:
-    """Raise an error if rank 0 evaluates through `ddp`; a pre-hook of each forward pass through `ddp`."""
+    """Raise an error if rank 0 evaluates through `ddp`. This function is a forward pre-hook of `ddp`."""
     if not ddp.training or not torch.is_grad_enabled():
         raise WrongAnswerError(
-            "The evaluation called ddp(...). The model has buffers (from BatchNorm), so ddp first broadcasts them, and "
-            "all ranks must enter that broadcast. Only rank 0 did. Evaluate through ddp.module instead."
+            "The evaluation called ddp(...). The model contains BatchNorm buffers, which ddp broadcasts first. All "
+            "ranks must enter this broadcast, but only rank 0 did. Evaluate through ddp.module instead."
         )
 
 
@@ -61,8 +61,8 @@ def _expect_in_step(world: World, model: nn.Sequential, before: torch.Tensor, st
     apart = max(abs(weight - torch.tensor(other)).max().item() for other, _ in everyones)
     expect(
         apart == 0,
-        f"After step {step}, the weights of the ranks differ by up to {apart:.4f}: their gradients were not averaged. "
-        "Only a forward pass through ddp(x) averages gradients; ddp.module(x) bypasses DDP.",
+        f"After step {step}, the ranks' weights differ by up to {apart:.4f}, because the gradients were not "
+        "averaged. DDP averages gradients only after a forward pass through ddp(x); ddp.module(x) bypasses DDP.",
     )
 
 
@@ -78,8 +78,8 @@ def _expect_evaluated(world: World, model: nn.Sequential, validation: torch.Tens
     prefixed = [key for key in weights if key.startswith("module.")]
     expect(
         not prefixed,
-        f"A plain model cannot load these weights: it has no key {prefixed and prefixed[0]!r}. DDP adds that prefix; "
-        "return ddp.module.state_dict().",
+        f"A plain model cannot load these weights, because it has no key {prefixed and prefixed[0]!r}. DDP adds the "
+        "prefix 'module.'. Return ddp.module.state_dict() instead.",
     )
     bare = _model()
     problem = bare.load_state_dict(weights, strict=False)
@@ -96,9 +96,9 @@ def _expect_evaluated(world: World, model: nn.Sequential, validation: torch.Tens
 
 
 def _test_train_and_evaluate(answer: Answer) -> str:
-    stuck = "A rank waits forever for the others. All ranks must train through ddp; only rank 0 evaluates."
+    stuck = "A rank waits forever for the others. All ranks must train through ddp, and only rank 0 must evaluate."
     on_ranks(_run_train_and_evaluate, 2, answer, stuck=stuck, timeout=40)
-    return "The ranks train together, only rank 0 evaluates, and a plain model can load its weights."
+    return "The ranks train together, only rank 0 evaluates, and a plain model can load the saved weights."
 
 
 def _train_and_evaluate(
@@ -115,7 +115,7 @@ def _train_and_evaluate(
         return None
     ddp.module.eval()
     with torch.no_grad():
-        loss = ddp.module(validation).square().mean()  # through the module, because only rank 0 is here
+        loss = ddp.module(validation).square().mean()  # through the module, because only rank 0 evaluates
     ddp.module.train()
     return loss.item(), ddp.module.state_dict()
 
@@ -123,7 +123,11 @@ def _train_and_evaluate(
 def _with_ways(
     train: str = "ddp", evaluate: str = "module", save: str = "module", mode: bool = False, back: bool = True
 ) -> Answer:
-    """Return the solution with "ddp" or "module" for each of its three accesses to the model, and with these modes."""
+    """Return a variant of the solution.
+
+    `train`, `evaluate` and `save` are "ddp" or "module", and specify how each operation accesses the model. `mode` and
+    `back` specify whether the model is in training mode during and after the evaluation.
+    """
 
     def answer(
         world: World,
@@ -149,8 +153,9 @@ def _with_ways(
 
 train_and_evaluate = Exercise(
     task=(
-        "train_and_evaluate(world, ddp, optimizer, x, validation): on all ranks, take one SGD step on the mean squared "
-        "output for x; then on rank 0 only, evaluate validation and return (loss, state dict for a plain model)."
+        "train_and_evaluate(world, ddp, optimizer, x, validation): take one SGD step on all ranks, with the mean "
+        "squared output for x as the loss. Then, on rank 0 only, evaluate the model on validation and return (loss, "
+        "state dict for a plain model)."
     ),
     test=_test_train_and_evaluate,
     solution=_train_and_evaluate,
@@ -162,9 +167,10 @@ train_and_evaluate = Exercise(
         "stays in evaluation mode": _with_ways(back=False),
     },
     hints=(
-        "You can call the model as ddp(x) or as ddp.module(x). Only one of the two may enter collectives.",
-        "Train through ddp on all ranks. Use ddp.module for evaluating and saving, which only rank 0 does.",
-        "BatchNorm behaves differently in evaluation mode: call .eval() before and .train() after, and use no_grad.",
+        "You can call the model as ddp(x) or as ddp.module(x). Only one of these calls may enter collectives.",
+        "Train through ddp on all ranks. On rank 0, use ddp.module to evaluate and save the model.",
+        "BatchNorm behaves differently in evaluation mode. Call .eval() before the evaluation and .train() "
+        "after it, and use torch.no_grad().",
     ),
 )
 
@@ -176,7 +182,7 @@ _GRADIENTS = ((1.0, 100.0, 3e-8, 1e5), (3.0, -40.0, 1e-8, 3e5))
 
 
 class _Weights(nn.Module):
-    """Model with two buckets. The gradient of each weight is its input."""
+    """Model with two weight vectors. The gradient of each vector is the input."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -186,22 +192,22 @@ class _Weights(nn.Module):
         return (self.first * x).sum() + (self.second * x).sum()
 
 
-# Each collective that a hook may use, with the position and the name of the tensor that it sends.
+# Collectives that a hook may use, with the position and name of the argument that contains the sent tensor.
 _SENDS = {"all_reduce": (0, "tensor"), "all_gather": (1, "tensor"), "all_gather_into_tensor": (1, "input_tensor")}
 
 
 class WatchedHook:
-    """Calls the answer as torch's DDP does, and records the tensors it sends and its duration."""
+    """Communication hook that calls the learner's hook, and records its duration and the tensors that it sends."""
 
     def __init__(self, world: World, answer: Answer, advice: str = "") -> None:
-        """Watch `answer` on this rank. `advice` is added to the message if it raises."""
+        """Watch `answer` on this rank. If `answer` raises an error, `advice` is appended to the message."""
         self.world, self.answer, self.advice = world, answer, advice
         self.sent: list[torch.dtype] = []
         self.nbytes = 0
         self.seconds: list[float] = []
 
     def hook(self, state: object, bucket: dist.GradBucket) -> Future[torch.Tensor]:
-        """Call the answer, late on rank 1 for the first bucket, and check that it returns a future."""
+        """Call the answer, and check that it returns a future. Rank 1 delays the first bucket."""
         if not self.seconds and self.world.rank == 1:
             time.sleep(_LATE)
         began = time.monotonic()
@@ -216,7 +222,7 @@ class WatchedHook:
             raise WrongAnswerError(f"Your hook raised {type(error).__name__}: {error}{self.advice}") from None
         self.seconds.append(time.monotonic() - began)
         expect(
-            isinstance(future, torch._C.Future),  # what torch itself returns; torch.futures.Future is one, too
+            isinstance(future, torch._C.Future),  # torch returns this base class of torch.futures.Future
             f"A hook must return a future of the averaged gradients, got {type(future).__name__}. "
             "dist.all_reduce(tensor, async_op=True).get_future() returns a future.",
         )
@@ -234,14 +240,14 @@ class WatchedHook:
         return recorded
 
     def expect_overlap(self) -> None:
-        """Raise `WrongAnswerError` if rank 0's hook waited for rank 1, which was late at the first bucket."""
+        """Raise `WrongAnswerError` if rank 0's hook waited for rank 1, which delayed the first bucket."""
         if self.world.rank == 0:
             expect(
                 self.seconds[0] < 0.8 * _LATE,
-                f"The gradients are right, but your hook waits: rank 1 was {_LATE} s late at the first bucket, and "
-                f"rank 0 stayed in the hook for {self.seconds[0]:.1f} s. This blocks the backward pass, so "
-                "communication does not overlap. Start the collective with async_op=True, and do the rest in the "
-                "future's then().",
+                "The gradients are right, but your hook blocks the backward pass, so communication does not overlap "
+                f"with computation. Rank 1 delayed the first bucket by {_LATE} s, and rank 0 spent "
+                f"{self.seconds[0]:.1f} s in the hook. Start the collective with async_op=True, and process its "
+                "result in the future's then().",
             )
 
 
@@ -251,7 +257,7 @@ def _run_hook(world: World, answer: Answer) -> None:
     ddp.register_comm_hook(None, watched.hook)
     x = torch.tensor(_GRADIENTS[world.rank])
     exact = torch.tensor(_GRADIENTS).mean(0)
-    for _ in range(2):  # one bucket at first, then two
+    for _ in range(2):  # DDP uses one bucket in the first step, and two in the second
         ddp.zero_grad()
         dist.barrier()
         try:
@@ -260,7 +266,8 @@ def _run_hook(world: World, answer: Answer) -> None:
             if "isPyObject" in str(error):
                 raise WrongAnswerError(
                     "The future of an all-reduce contains a C++ list, which DDP does not accept. Append "
-                    ".then(lambda done: done.value()[0]), and cast there as well."
+                    ".then(lambda done: bucket.buffer().copy_(done.value()[0])), which also casts the result to the "
+                    "buffer's dtype."
                 ) from None
             raise
         _expect_mean(world, [model.first.grad, model.second.grad], x, exact)
@@ -268,7 +275,7 @@ def _run_hook(world: World, answer: Answer) -> None:
     wide = [dtype for dtype in watched.sent if dtype != torch.bfloat16]
     expect(
         not wide,
-        f"The all-reduce must send torch.bfloat16, 2 bytes per number, got {wide and wide[0]}.",
+        f"The all-reduce must send torch.bfloat16 (2 bytes per element), got {wide and wide[0]}.",
     )
     watched.expect_overlap()
 
@@ -280,25 +287,25 @@ def _expect_mean(world: World, grads: list[torch.Tensor | None], local: torch.Te
         if got is None or not got.isfinite().all():
             found = "float16 overflows above 65,504; send bfloat16, or divide before the sum"
         elif torch.allclose(got, exact * world.size, rtol=0.02):
-            found = "this is the sum over the ranks; DDP does not divide it for a hook"
+            found = "this is the sum over the ranks; with a hook, DDP does not divide by the world size"
         elif torch.allclose(got, exact / world.size, rtol=0.02):
-            found = "this was divided twice"
+            found = "this is the average divided by the world size; divide only once"
         elif torch.allclose(got, local, rtol=0.02) or torch.allclose(got, local / world.size, rtol=0.02):
             found = "this is only the rank's own gradient; the future must contain the reduced tensor"
         elif torch.allclose(got[:2], exact[:2], rtol=0.02):
-            found = "small or large numbers are lost; bfloat16 has the range of float32, but float16 does not"
+            found = "small or large values are lost; bfloat16 covers the range of float32, but float16 does not"
         else:
             found = f"this is neither the average nor the rank's own gradient, {numbers(local, digits=3)}"
         raise WrongAnswerError(
-            f"On rank {world.rank}, a gradient must be the average {numbers(exact, digits=3)} to about 1 %, got "
+            f"On rank {world.rank}, a gradient must be within 2 % of the average {numbers(exact, digits=3)}, got "
             f"{'None' if got is None else numbers(got, digits=3)}: {found}."
         )
 
 
 def _test_hook(answer: Answer) -> str:
-    stuck = "A rank waits forever. Does the future that you return ever get a value?"
+    stuck = "A rank waits forever. Is the future that you return ever completed?"
     on_ranks(_run_hook, 2, answer, stuck=stuck, timeout=40)
-    return "The hook sends two bytes per number, averages to about 1 %, and does not block the backward pass."
+    return "The hook sends two bytes per element, averages to within 2 %, and does not block the backward pass."
 
 
 def _bf16_hook(state: object, bucket: dist.GradBucket) -> Future[torch.Tensor]:
@@ -309,7 +316,7 @@ def _bf16_hook(state: object, bucket: dist.GradBucket) -> Future[torch.Tensor]:
 
 
 def _sending(before: int = 1, after: int = 1, dtype: torch.dtype = torch.bfloat16, wait: bool = False) -> Answer:
-    """Return the solution with divisors `before` and `after` the sum, this dtype, and optionally a blocking wait."""
+    """Return the solution with different divisors before and after the sum, a different dtype, or a blocking wait."""
 
     def answer(state: object, bucket: dist.GradBucket) -> Future[torch.Tensor]:
         buffer = bucket.buffer()
@@ -343,7 +350,8 @@ def _returns_what_it_was_given(state: object, bucket: dist.GradBucket) -> Future
 
 
 bf16_hook = Exercise(
-    task="bf16_hook(state, bucket): start averaging bucket.buffer() over the ranks in bfloat16, and return a future.",
+    task="bf16_hook(state, bucket): start averaging bucket.buffer() over the ranks in bfloat16, and return a future "
+    "of the result.",
     test=_test_hook,
     solution=_bf16_hook,
     wrong={
@@ -357,10 +365,12 @@ bf16_hook = Exercise(
         "returns the rank's own gradients": _returns_what_it_was_given,
     },
     hints=(
-        "The notebook's hook `counting` sends 32 bits. What must be cast before the all-reduce, and back after it?",
-        "tensor.to(torch.bfloat16) makes a small copy. Divide it by dist.get_world_size() and start its all-reduce "
-        "with async_op=True.",
-        "Then .get_future().then(lambda done: buffer.copy_(done.value()[0])): copy_ casts back to the buffer's dtype.",
+        "The notebook's hook `counting` sends 32 bits per element. Which tensor must you cast before the "
+        "all-reduce, and cast back afterward?",
+        "tensor.to(torch.bfloat16) returns a smaller copy. Divide the copy by dist.get_world_size(), and start an "
+        "all-reduce with async_op=True.",
+        "Return work.get_future().then(lambda done: buffer.copy_(done.value()[0])), with `work` from the "
+        "all-reduce. copy_ casts back to the buffer's dtype.",
     ),
 )
 
@@ -375,7 +385,7 @@ def _net() -> nn.Module:
 
 
 def _samples(count: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return inputs and targets. The first feature, evenly spaced from -1 to 1, identifies the sample."""
+    """Return inputs and targets. The first feature is evenly spaced from -1 to 1, and identifies the sample."""
     generator = torch.Generator().manual_seed(count)
     x = torch.randn(count, _FEATURES, generator=generator)
     x[:, 0] = torch.linspace(-1, 1, count)
@@ -387,16 +397,16 @@ def _weights(model: nn.Module) -> torch.Tensor:
 
 
 def _of_one_process(count: int) -> torch.Tensor:
-    """Return the final weights of the correct script on one process."""
+    """Run the correct script on one process, and return the final weights."""
     model, (x, y) = _net(), _samples(count)
     _train(0, 1, model, x, y, _EPOCHS, _BATCH)
     return _weights(model)
 
 
 class _Seen:
-    """Records the samples of each forward pass on all ranks.
+    """Recorder of the samples in each forward pass on all ranks.
 
-    Each forward pass enters a collective, so that a rank that takes fewer steps is detected instead of causing a hang.
+    Each forward pass enters a collective, so a rank that takes fewer steps is detected and does not cause a hang.
     """
 
     def __init__(self, world: World, count: int, story: str) -> None:
@@ -420,8 +430,9 @@ class _Seen:
         for rank, seen in enumerate(everyones):
             expect(
                 (seen is None) == (mine is None),
-                f"{self.story} one rank finished after {self.forwards} forward passes, and the other continues: its "
-                "backward pass would wait forever. All ranks must take part in every step, even without samples.",
+                f"{self.story} one rank finished after {self.forwards} forward passes, but the other rank continues, "
+                "and its backward pass would wait forever. All ranks must participate in every step, even without "
+                "samples.",
             )
             self.ranks[rank] += seen or []
 
@@ -431,7 +442,7 @@ def _run_repaired(world: World, answer: Answer, counts: tuple[int, ...]) -> None
         last = count % _BATCH
         story = f"With {count} samples on {world.size} ranks,"
         if last:
-            story = f"{story[:-1]}, of which the last batch has {last}{' (rank 1 gets none)' if last == 1 else ''},"
+            story = f"{story[:-1]}, and {last} in the last batch{' (none on rank 1)' if last == 1 else ''},"
         model, (x, y) = _net(), _samples(count)
         seen = _Seen(world, count, story)
         handle = model.register_forward_pre_hook(seen.on_forward)
@@ -460,17 +471,18 @@ def _expect_repaired(world: World, story: str, model: nn.Module, seen: _Seen) ->
     twice = len(set.intersection(*map(set, first))) if first else 0
     expect(
         not twice,
-        f"{story} both ranks see the same {twice} samples of the first epoch, and {twice} samples are never seen. Do "
-        "both ranks shuffle in the same order?",
+        f"{story} both ranks process the same {twice} samples in the first epoch, and {twice} samples are skipped. "
+        "Do both ranks shuffle in the same order?",
     )
     far = float((mine - one).abs().max())
     hint = (
-        "The ranks agree, and every sample is seen once per epoch. What else in the script depends on `rank` or "
-        "`size`, or should depend on it?"
+        "The ranks agree, and every sample is processed once per epoch. What else in the script depends on `rank` "
+        "or `size`, or should depend on it?"
         if seen.count % _BATCH == 0
-        else "With full batches, the weights are equal. What is the weight of a sample in the short batch on each rank?"
+        else "With full batches, the weights match those of one process. How does each rank weight the samples of "
+        "the short batch?"
     )
-    expect(far < 1e-4, f"{story} the weights differ from those of one process by up to {far:.1g}. {hint}")
+    expect(far < 1e-4, f"{story} the weights differ from the weights of one process by up to {far:.1g}. {hint}")
 
 
 def _run_alone(world: World, answer: Answer) -> None:
@@ -480,8 +492,9 @@ def _run_alone(world: World, answer: Answer) -> None:
     far = float((_weights(model) - _of_one_process(count)).abs().max())
     expect(
         far < 1e-6,
-        f"On one process, the weights of your version differ from the original script's by up to {far:.1g}. The script "
-        "is right on one process: keep every sample, every batch (also the last one) and the learning rate.",
+        f"On one process, the weights of your version differ from the original script's by up to {far:.1g}. The "
+        "script is right on one process. Keep every sample, every batch (including the last one), and the learning "
+        "rate.",
     )
 
 
@@ -489,7 +502,7 @@ def _test_repaired(answer: Answer) -> str:
     stuck = "A rank waits forever. Do both ranks take the same number of steps?"
     on_ranks(_run_alone, 1, answer, stuck=stuck, timeout=40)
     on_ranks(_run_repaired, 2, answer, (64, 53, 49), stuck=stuck, timeout=40)
-    return "Two ranks train the same as one, even if the last batch is short, or too small for two ranks."
+    return "Two ranks produce the same weights as one rank, even if the last batch is short or too small for two ranks."
 
 
 def _train(
@@ -567,10 +580,12 @@ repair = Exercise(
         "averages the weights after each step": _with_faults(weights=True),
     },
     hints=(
-        "There are four faults. The script is right on one process, so check for each line what changes if size is 2.",
-        "What averages the gradients, and which forward pass does it need? Which samples does rank 1 take?",
-        "The global batch has 16 samples on one rank and on two. Is there a reason for a larger learning rate?",
-        "A batch of 5 is split into means over 3 and over 2 samples. Exercise 2 of notebook 03 shows how to weight "
-        "them; a sum is well defined even without samples.",
+        "The script contains four faults. It is right on one process, so check for each line how its effect "
+        "changes if size is 2.",
+        "What averages the gradients, and which forward pass does it require? Which samples does rank 1 process?",
+        "The global batch contains 16 samples on one rank and on two ranks. Is there a reason for a larger "
+        "learning rate?",
+        "With a batch of 5 samples, the ranks compute means over 3 and 2 samples. Exercise 2 in notebook 03 shows "
+        "how to weight these means. A sum is well defined even without samples.",
     ),
 )

@@ -1,4 +1,4 @@
-"""Exercises of live_ranks: find a replica that has drifted, repair it, and find the step at which replicas part."""
+"""Exercises for live_ranks on finding a replica that has drifted, repairing it, and finding the first difference."""
 
 import torch
 
@@ -12,7 +12,7 @@ from torch import nn
 torch.manual_seed(0)
 model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 1))
 """
-# Name of the tensor that drifts, and the code that changes it: the last digit of a weight, or a buffer.
+# Name of each tensor that drifts, and the code that changes it. The weight changes by only 1e-6.
 _DRIFT = {
     "0.weight": "model[0].weight.data[1, 2] += 1e-6",
     "1.running_mean": "model[1].running_mean += 0.5",
@@ -46,7 +46,7 @@ def _test_drifted(answer: Answer) -> str:
             ranks.execute(_MODEL)
             ranks.execute(drift, on=[rank])
             found = _ask(answer, ranks)
-            case = f"{name!r} has drifted on rank {rank}, perhaps by less than a print shows"
+            case = f"{name!r} has drifted on rank {rank}, possibly by less than print() shows"
             expect(found == (rank, name), f"{case}: the result must be {(rank, name)}, got {found}.")
     return "You found the rank and the tensor, both for a weight and for a buffer."
 
@@ -57,7 +57,7 @@ def _drifted(ranks: Ranks) -> tuple[int, str] | None:
         for rank in range(3):
             others = [states[other][name] for other in range(3) if other != rank]
             if others[0].equal(others[1]) and not states[rank][name].equal(others[0]):
-                return rank, name  # the other two agree
+                return rank, name  # the other two ranks agree
     return None
 
 
@@ -91,8 +91,8 @@ def _nearly_equal(ranks: Ranks) -> tuple[int, str] | None:
 
 
 drifted = Exercise(
-    task="drifted(ranks): three ranks hold replicas of a model. Return (rank, name) of the one state dict tensor that "
-    "differs from the other two ranks, or None if all are equal.",
+    task="drifted(ranks): three ranks hold replicas of a model, and at most one state dict tensor differs on one "
+    "rank. Return the (rank, name) of this tensor, or None if all replicas are equal.",
     test=_test_drifted,
     solution=_drifted,
     wrong={
@@ -101,8 +101,8 @@ drifted = Exercise(
         "treats nearly equal as equal": _nearly_equal,
     },
     hints=(
-        'ranks.get("model.state_dict()") returns a list with the state dict of each rank.',
-        "Compare bitwise: a.equal(b). Rank 0 may be the one that drifted: if the other two agree, it is.",
+        'ranks.get("model.state_dict()") returns a list with one state dict per rank.',
+        "Compare tensors bitwise with a.equal(b). Rank 0 may have drifted: check whether ranks 1 and 2 agree.",
     ),
 )
 
@@ -122,7 +122,7 @@ def _test_bring_back(answer: Answer) -> str:
         for name, value in before[0].items():
             expect(after[0][name].equal(value), f"{name!r} changed on rank 0, which was right.")
             expect(after[1][name].equal(value), f"{name!r} still differs on rank 1.")
-    return "Both replicas are bitwise identical to rank 0's again, without a restart."
+    return "Both replicas are bitwise identical again, without a restart."
 
 
 def _bring_back(ranks: Ranks) -> None:
@@ -147,7 +147,8 @@ def _start_anew(ranks: Ranks) -> None:
 
 
 bring_back = Exercise(
-    task="bring_back(ranks): rank 1's model has drifted from rank 0's. Copy rank 0's state to it, without a restart.",
+    task="bring_back(ranks): rank 1's model has drifted from rank 0's model. Copy rank 0's state to rank 1 without a "
+    "restart.",
     test=_test_bring_back,
     solution=_bring_back,
     wrong={
@@ -158,14 +159,14 @@ bring_back = Exercise(
     },
     hints=(
         'ranks.execute("...") runs code on all ranks. Which collective copies a tensor from rank 0 to all ranks?',
-        "On all ranks, call dist.broadcast(tensor, src=0) for each tensor of model.state_dict(), buffers included.",
+        "On all ranks, call dist.broadcast(tensor, src=0) for each tensor of model.state_dict(), including buffers.",
     ),
 )
 
 # ----------------------------------------------------------------------------------------- 3. the first different step
 
 STEPS = 200
-MOST_RUNS = 9  # 2**8 > 200, and one more for a check that the replicas differ at all
+MOST_RUNS = 9  # 8 runs to bisect 200 steps (2**8 > 200), and 1 run to check whether the replicas differ
 _RUN = """
 import torch, torch.distributed as dist
 from torch import nn
@@ -199,12 +200,12 @@ def _test_first_difference(answer: Answer) -> str:
             ranks.execute(_RUN)
             found = _ask(answer, ranks)
             most = max(most, *ranks.get("runs"))
-            case = "The replicas never differ" if fault is None else f"Step {fault} is the first to make them differ"
+            case = "The replicas never differ" if fault is None else f"The replicas first differ after step {fault}"
             expect(found == fault, f"{case}: the result must be {fault}, got {found}.")
             expect(
                 most <= MOST_RUNS, f"run() was called {most} times, but {MOST_RUNS} calls are enough for {STEPS} steps."
             )
-    return f"You found the step with at most {most} runs, and you did not report a step when there was none."
+    return f"You found the step with at most {most} runs, and returned None if the replicas never differed."
 
 
 def _differ(ranks: Ranks, steps: int) -> bool:
@@ -219,7 +220,7 @@ def _first_difference(ranks: Ranks) -> int | None:
         first, second = ranks.get("model.state_dict()")
         return any(not first[name].equal(second[name]) for name in first)
 
-    equal, different = 0, 200  # the replicas are equal after `equal` steps, and different after `different`
+    equal, different = 0, 200  # the replicas are equal after `equal` steps, and different after `different` steps
     if not differ(different):
         return None
     while different - equal > 1:
@@ -251,8 +252,9 @@ def _rounded(ranks: Ranks) -> int | None:
 
 
 first_difference = Exercise(
-    task="first_difference(ranks): on two ranks, run(n) trains a new model for n of 200 steps. Return the first step "
-    "after which the two replicas are no longer bitwise identical, or None. Call run() at most 9 times.",
+    task="first_difference(ranks): run(n) trains a new model on two ranks for n steps, at most 200. Return the "
+    "first step after which the replicas are not bitwise identical, or None if there is no such step. Call "
+    "run() at most 9 times.",
     test=_test_first_difference,
     solution=_first_difference,
     wrong={
@@ -262,7 +264,8 @@ first_difference = Exercise(
         "treats nearly equal as equal": _rounded,
     },
     hints=(
-        'ranks.execute("run(100)") trains for 100 steps. Compare the state dicts of both ranks after that.',
-        "Bisect: if the replicas are equal after 100 steps, the first different step is one of 101 to 200.",
+        'ranks.execute("run(100)") trains for 100 steps. Then compare the state dicts of both ranks.',
+        "Use bisection. If the replicas are equal after 100 steps, they first differ after one of the steps 101 "
+        "to 200.",
     ),
 )

@@ -1,4 +1,4 @@
-"""Exercise of the deep dive loss_scaling: step on all ranks or on none."""
+"""Exercise for the deep dive loss_scaling on taking a step on all ranks or on none."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -16,16 +16,16 @@ _STUCK = "A rank waits forever for the others. Every rank must enter the same co
 
 _CASES = {
     "all gradients are finite": {},
-    "rank 0 has an infinity": {0: math.inf},
-    "rank 1 has an infinity": {1: math.inf},
-    "rank 1 has a NaN": {1: math.nan},
+    "rank 0 has an infinite gradient": {0: math.inf},
+    "rank 1 has an infinite gradient": {1: math.inf},
+    "rank 1 has a NaN gradient": {1: math.nan},
     "both ranks overflow": {0: math.inf, 1: -math.inf},
 }
 _SCALE = 8.0
 
 
 def _one_case(world: World, answer: Answer, bad: dict[int, float]) -> dict[str, Any]:
-    """Run the answer on weights of 1 with gradients 1 and 2, times the scale. `bad` replaces gradients by rank."""
+    """Run the answer on weights of 1, with gradients 1 and 2 times the scale. `bad` maps a rank to a bad gradient."""
     weights = [nn.Parameter(torch.ones(2)) for _ in range(2)]
     optimizer = torch.optim.SGD(weights, lr=0.25)
     for number, weight in enumerate(weights, start=1):
@@ -63,20 +63,24 @@ def _test_step(answer: Answer) -> str:
         for rank, each in enumerate(found):
             expect(
                 torch.allclose(each["weights"], want),
-                f"If {story}, the weights of rank {rank} must become {numbers(want)}, got {numbers(each['weights'])}. "
-                "The gradients are `scale` times too large.",
+                f"If {story}, the weights of rank {rank} must become {numbers(want)}, got "
+                f"{numbers(each['weights'])}. The gradients are multiplied by `scale`, so divide them by `scale` "
+                "first.",
             )
         scales = [each["scale"] for each in found]
         next_scale = _SCALE / 2 if bad else _SCALE
         expect(
             scales == [next_scale] * 2,
-            f"If {story}, all ranks must return the scale {next_scale:g} (it was {_SCALE:g}), got {scales}.",
+            f"If {story}, all ranks must return the scale {next_scale:g} (the previous scale is {_SCALE:g}), got "
+            f"{scales}.",
         )
         expect(
             not any(each["left"] for each in found),
-            f"If {story}, gradients are not cleared, and would be added to those of the next step.",
+            f"If {story}, the gradients are not cleared, and would be added to the next step's gradients.",
         )
-    return "Either all ranks step or none, whichever rank has an infinity or a NaN, and all return the same scale."
+    return (
+        "Either all ranks step or none does, whichever rank has a non-finite gradient, and all return the same scale."
+    )
 
 
 def _step_together(
@@ -84,7 +88,7 @@ def _step_together(
 ) -> float:
     gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
     overflow = torch.tensor(0.0 if all(bool(gradient.isfinite().all()) for gradient in gradients) else 1.0)
-    dist.all_reduce(overflow, dist.ReduceOp.MAX)  # 1 on all ranks if it is 1 on any
+    dist.all_reduce(overflow, dist.ReduceOp.MAX)  # 1 on all ranks if it is 1 on any rank
     if not overflow:
         for gradient in gradients:
             gradient.div_(scale)
@@ -104,7 +108,7 @@ def _deciding(
     zeroed: bool = True,
     own_scale: bool = False,
 ) -> Answer:
-    """Return the solution with a different decision, or with a part left out."""
+    """Return the solution with a different decision, or with a different mistake."""
 
     def answer(
         world: World, optimizer: torch.optim.Optimizer, parameters: Sequence[nn.Parameter], scale: float
@@ -137,8 +141,9 @@ def _asks_if_it_overflowed(world: World, parameters: Sequence[nn.Parameter]) -> 
 
 step_together = Exercise(
     task=(
-        "step_together(world, optimizer, parameters, scale): each rank has a part of the gradients, times `scale`. "
-        "Step on all ranks or on none, return the next scale (half after an overflow), and clear all gradients."
+        "step_together(world, optimizer, parameters, scale): each rank stores a shard of the gradients, multiplied "
+        "by `scale`. Take the step on all ranks or on none, and clear all gradients. Return the scale for the next "
+        "step, which is half of `scale` after an overflow, and `scale` otherwise."
     ),
     test=_test_step,
     solution=_step_together,
@@ -157,9 +162,10 @@ step_together = Exercise(
         "keeps the gradients of a skipped step": _deciding(_agreed, zeroed=False),
     },
     hints=(
-        "Has this rank's part overflowed? Has any rank's part overflowed? Only the second answer decides.",
-        "gradient.isfinite().all() answers the first question. For the second, every rank must enter any_rank(world, "
-        "flag), or an all-reduce of 0 or 1 with dist.ReduceOp.MAX.",
+        "Has this rank's shard overflowed? Has any rank's shard overflowed? Only the second answer determines "
+        "whether to step.",
+        "gradient.isfinite().all() answers the first question. For the second question, every rank must enter "
+        "any_rank(world, flag), or an all-reduce of 0 or 1 with dist.ReduceOp.MAX.",
         "Decide once, then step, update the scale and call zero_grad. Clear the gradients after an overflow, too.",
     ),
 )

@@ -1,4 +1,4 @@
-"""Exercises of 16_other_trainers: a fair loss for ragged batches, the position in the data, and random numbers."""
+"""Exercises for 16_other_trainers on a fair loss for ragged batches, the position in the data, and random numbers."""
 
 import copy
 from collections.abc import Iterator
@@ -16,9 +16,9 @@ from ddp_tutorial.world import World
 
 _STUCK = "A rank waits forever for the others. Every rank must enter the same collectives in the same order."
 
-# ----------------------------------------------------------------------------------------------- ------- 1. a fair loss
+# ------------------------------------------------------------------------------------------------------- 1. a fair loss
 
-_COUNTS = [(5, 5), (7, 2), (1, 9)]  # tokens of rank 0 and of rank 1
+_COUNTS = [(5, 5), (7, 2), (1, 9)]  # tokens on rank 0 and on rank 1
 
 
 def _test_fair(answer: Answer) -> str:
@@ -29,7 +29,7 @@ def _test_fair(answer: Answer) -> str:
             f"With {first} tokens on rank 0 and {second} on rank 1, the gradient under DDP must be "
             f"{numbers(right, 4)}, as in one process with all {first + second} tokens, got {numbers(got, 4)}.",
         )
-    return "The gradient is that of one process, however the tokens are split."
+    return "The gradient is the same as in one process, for any split of the tokens."
 
 
 def _fair_on_rank(world: World, answer: Answer) -> list[tuple[torch.Tensor, torch.Tensor]]:
@@ -37,7 +37,7 @@ def _fair_on_rank(world: World, answer: Answer) -> list[tuple[torch.Tensor, torc
 
 
 def _two_gradients(world: World, answer: Answer, counts: tuple[int, int]) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the gradient under DDP and the gradient of one process."""
+    """Return the gradient computed with DDP, and the gradient computed in one process."""
     torch.manual_seed(0)
     model, x = nn.Linear(3, 1, bias=False), torch.randn(sum(counts), 3) + torch.arange(sum(counts))[:, None]
     one = copy.deepcopy(model)
@@ -46,7 +46,7 @@ def _two_gradients(world: World, answer: Answer, counts: tuple[int, int]) -> tup
     ddp = DistributedDataParallel(model)  # kept in a variable: otherwise DDP is freed before backward
     loss = answer(ddp(own).sum(), torch.tensor(len(own)))
     if not isinstance(loss, torch.Tensor) or loss.numel() != 1 or not loss.requires_grad:
-        raise WrongAnswerError(f"The loss must be a tensor with one element that requires grad, got {loss!r}.")
+        raise WrongAnswerError(f"The loss must be a one-element tensor that requires grad, got {loss!r}.")
     loss.backward()
     gradients = model.weight.grad, one.weight.grad
     assert gradients[0] is not None
@@ -78,8 +78,9 @@ def _by_the_largest(total: torch.Tensor, count: torch.Tensor) -> torch.Tensor:
 
 fair_loss = Exercise(
     task=(
-        "fair_loss(total, count): `total` is the loss sum over this rank's tokens, and `count` their number, a tensor. "
-        "Return a loss for which DDP's mean gradient equals that of one process with the tokens of all ranks."
+        "fair_loss(total, count): `total` is the sum of the losses of this rank's tokens, and the tensor `count` is "
+        "the number of these tokens. Return a loss for which DDP's mean gradient equals the gradient of one process "
+        "with the tokens of all ranks."
     ),
     test=_test_fair,
     solution=_fair_loss,
@@ -89,9 +90,9 @@ fair_loss = Exercise(
         "divides by the largest count of a rank": _by_the_largest,
     },
     hints=(
-        "One process divides the sum over all tokens by their number. What does DDP do with the ranks' gradients?",
+        "One process divides the loss sum by the number of tokens. What does DDP do with the ranks' gradients?",
         "Sum the counts of all ranks with dist.all_reduce on a copy, because all_reduce overwrites its argument.",
-        "DDP divides by the number of ranks. To undo that, multiply by dist.get_world_size().",
+        "DDP divides by the number of ranks. To undo this division, multiply the loss by dist.get_world_size().",
     ),
 )
 
@@ -111,7 +112,7 @@ def _test_place(answer: Answer) -> str:
                 f"When rank {rank} resumes after step {step} (an epoch has 4 steps), the next batches must be "
                 f"{right[step : step + 4]}, got {got}.",
             )
-    return f"After each of {_STEPS} steps, both ranks resume with the same batches as without the interruption."
+    return f"After each of {_STEPS} steps, both ranks resume with the same batches as in an uninterrupted run."
 
 
 def _sampler(rank: int) -> DistributedSampler[int]:
@@ -164,9 +165,9 @@ def _never_sets_the_epoch(sampler: Any, per_rank: int, step: int) -> Iterator[li
 
 batches_from = Exercise(
     task=(
-        "batches_from(sampler, per_rank, step): yield batches (lists of sample indices) for a rank that resumes after "
-        "`step` steps, epoch after epoch, forever. `sampler` is a DistributedSampler; an epoch has exactly "
-        "len(sampler) // per_rank steps."
+        "batches_from(sampler, per_rank, step): yield batches (lists of sample indices) for a rank that resumes "
+        "after `step` steps. Continue with the following epochs, forever. `sampler` is a DistributedSampler. An "
+        "epoch consists of exactly len(sampler) // per_rank steps."
     ),
     test=_test_place,
     solution=_batches_from,
@@ -177,9 +178,9 @@ batches_from = Exercise(
         "never calls set_epoch": _never_sets_the_epoch,
     },
     hints=(
-        "The step determines the epoch, and how many batches of that epoch are done.",
-        "Call sampler.set_epoch(epoch) before list(sampler): the order depends only on the seed and the epoch.",
-        "Skip batches in the first epoch only.",
+        "The step determines the epoch and the number of completed batches in that epoch.",
+        "Call sampler.set_epoch(epoch) before list(sampler), because the order depends only on the seed and the epoch.",
+        "Skip the completed batches only in the first epoch that you yield.",
     ),
 )
 
@@ -191,7 +192,10 @@ def _test_random(answer: Answer) -> str:
     for rank, (right, got) in enumerate(ranks):
         case = f"After the resume, rank {rank} must draw {numbers(right, 4)}, got {numbers(got, 4)}"
         other = numbers(ranks[1 - rank][0], 4)
-        expect(torch.equal(right, got), f"{case}." + (f" These are rank {1 - rank}'s." * (numbers(got, 4) == other)))
+        expect(
+            torch.equal(right, got),
+            f"{case}." + (f" These are rank {1 - rank}'s numbers." * (numbers(got, 4) == other)),
+        )
     return "Each rank continues its own random sequence."
 
 
@@ -240,9 +244,9 @@ class _LoadsRankZeros(_RandomNumbers):
 
 random_numbers = Exercise(
     task=(
-        "Write a class RandomNumbers(world) with state_dict() and load_state_dict(state), so that each rank continues "
-        "its own torch random sequence after a resume. All ranks call both methods; rank 0 saves the result of its "
-        "state_dict(), and all ranks load it."
+        "Write a class RandomNumbers(world) with state_dict() and load_state_dict(state), so that each rank "
+        "continues its own torch random sequence after a resume. All ranks call both methods. Rank 0 saves the dict "
+        "that its state_dict() returns, and all ranks load this dict."
     ),
     test=_test_random,
     solution=_RandomNumbers,
@@ -252,8 +256,9 @@ random_numbers = Exercise(
         "loads the state of rank 0 on all ranks": _LoadsRankZeros,
     },
     hints=(
-        "torch.get_rng_state() and torch.set_rng_state(state) affect this rank only. Rank 0's file needs all states.",
-        "All ranks call state_dict, so it may be collective: dist.all_gather_object(states, mine).",
-        "Save a list with one state per rank. In load_state_dict, each rank loads its own entry, at world.rank.",
+        "torch.get_rng_state() and torch.set_rng_state(state) affect this rank only. Rank 0's file must contain "
+        "the states of all ranks.",
+        "All ranks call state_dict, so it can use a collective such as dist.all_gather_object(states, mine).",
+        "Save a list with one state per rank. In load_state_dict, each rank loads the entry at index world.rank.",
     ),
 )

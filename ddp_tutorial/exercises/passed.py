@@ -1,8 +1,8 @@
-"""Record which exercises a person has passed, in a file under `runs/`, and show them as a table. Nothing is sent.
+"""Record the exercises that a person has passed in a file under `runs/`, and show them in a table. Nothing is sent.
 
-Each line of the file is a name, such as `quickstart.mean_loss`. A single write appends a line, so two kernels can
-append at the same time. Unknown lines are kept and not counted. Answers from a program, such as nbval, papermill or a
-test, are not recorded: see `a_person_is_there`.
+Each line of the file is an exercise name, such as `quickstart.mean_loss`. A single write appends a line, so two kernels
+can append at the same time. Unknown lines are kept, but not counted. If a program such as nbval, papermill or a test
+runs an answer, the answer is not recorded (see `a_person_is_there`).
 """
 
 import html
@@ -18,7 +18,7 @@ FILE = RUNS / "exercises.txt"  # relative to the working directory of the notebo
 
 
 def read_passed() -> set[str]:
-    """Return the lines of the file; an empty set if the file is missing or unreadable."""
+    """Return the set of lines in the file, which is empty if the file is missing or unreadable."""
     try:
         return set(FILE.read_text(encoding="utf-8", errors="replace").splitlines())
     except OSError:
@@ -40,16 +40,16 @@ def remember(name: str) -> None:
             half_a_line = size > 0 and file.read(1) != b"\n"  # from an interrupted write
             file.write(f"{chr(10) if half_a_line else ''}{name}\n".encode())
     except OSError as error:
-        print(f"(Not recorded for progress(): {FILE} cannot be written, {error.strerror}.)")
+        print(f"(Not recorded for progress(), because {FILE} cannot be written: {error.strerror}.)")
 
 
 @dataclass(frozen=True)
 class Chapter:
-    """A notebook's exercises; `exercises` maps each name to whether it is passed."""
+    """Exercises of one notebook. `exercises` maps each exercise name to whether the exercise is passed."""
 
     part: str
     name: str
-    path: Path | None  # of the notebook, if the notebook exists
+    path: Path | None  # path of the notebook, or None if there is no notebook
     exercises: Mapping[str, bool]
 
     @property
@@ -60,7 +60,7 @@ class Chapter:
 
 @dataclass(frozen=True)
 class Progress:
-    """A table of all exercises by part and notebook, which a notebook renders as HTML."""
+    """Table of all exercises by part and notebook. Jupyter renders the table as HTML."""
 
     chapters: tuple[Chapter, ...]
 

@@ -1,4 +1,4 @@
-"""Exercises of 18_pipelines: the order of 1F1B, a schedule with a smaller bubble, and balanced stages."""
+"""Exercises for notebook 18_pipelines on the order of 1F1B, a schedule with a smaller bubble, and balanced stages."""
 
 import copy
 from collections.abc import Sequence
@@ -37,12 +37,12 @@ def _test_order(answer: Answer) -> str:
         slow, quick = simulate(table).makespan, simulate(right).makespan
         expect(
             slow <= quick,
-            f"{case}: with 1 s per forward and 2 s per backward pass, the step must take {quick:g} s as with 1F1B, got "
-            f"{slow:g} s. The order of stage 0 is {_formatted(table[0])}.",
+            f"{case}: with 1 s per forward and 2 s per backward pass, the step must take {quick:g} s, as in 1F1B, "
+            f"got {slow:g} s. Stage 0's order is {_formatted(table[0])}.",
         )
     ours = [_row(answer, stage, 2, 4) for stage in range(2)]
-    on_ranks(_run_it, 2, ours, stuck="Two real ranks that ran your order hang.", timeout=30)
-    return "Two real ranks ran your order, and their gradient is bitwise identical to that of one process."
+    on_ranks(_run_it, 2, ours, stuck="Two real ranks hang when they run your order.", timeout=30)
+    return "Two real ranks ran your order, and their gradient is bitwise identical to the gradient of one process."
 
 
 def _row(answer: Answer, stage: int, stages: int, micro_batches: int) -> list[Action]:
@@ -76,7 +76,7 @@ def _run_it(world: World, table: Table) -> None:
         got, right = parameter.grad, there[id(parameter)].grad
         assert got is not None
         assert right is not None
-        expect(torch.equal(got, right), "On real ranks, the gradient differs from that of one process.")
+        expect(torch.equal(got, right), "On real ranks, the gradient differs from the gradient of one process.")
 
 
 def _order_of_1f1b(stage: int, stages: int, micro_batches: int) -> list[tuple[str, int]]:
@@ -131,8 +131,8 @@ def _counts_from_the_other_end(stage: int, stages: int, micro_batches: int) -> l
 
 order_of_1f1b = Exercise(
     task=(
-        "order_of_1f1b(stage, stages, micro_batches): return the order in which this stage runs one step of 1F1B, as a "
-        "list of ('F', m) and ('B', m) for the forward and backward pass of micro-batch m."
+        "order_of_1f1b(stage, stages, micro_batches): return this stage's actions in one step of 1F1B, in order. "
+        "The result is a list of ('F', m) and ('B', m) for the forward and backward passes of micro-batch m."
     ),
     test=_test_order,
     solution=_order_of_1f1b,
@@ -160,7 +160,7 @@ _Row = list[tuple[str, int]]
 
 
 def _times(table: Sequence[_Row]) -> list[dict[tuple[str, int], int]]:
-    """Return the end of each action on each stage, if every action takes one second.
+    """Return the end time of each action on each stage, if every action takes one second.
 
     Raises:
         WrongAnswerError: If the stages wait for each other forever.
@@ -184,7 +184,8 @@ def _times(table: Sequence[_Row]) -> list[dict[tuple[str, int], int]]:
         if len(ends[stage]) < len(row):
             kind, m = row[len(ends[stage])]
             raise WrongAnswerError(
-                f"{len(table)} stages: stage {stage} waits forever to run {kind}{m}, because its input never exists."
+                f"{len(table)} stages: stage {stage} waits forever to run {kind}{m}, because no stage computes "
+                f"the input of {kind}{m}."
             )
     return ends
 
@@ -221,7 +222,10 @@ def _test_zero_bubble(answer: Answer) -> str:
             f"{case}: with one second per action, the step must take {best} s, got {slowest} s. Stage 0's order is "
             f"{_shown(table[0])}.",
         )
-    return "The step takes 2 (stages - 1) seconds less than 1F1B, and no stage keeps more micro-batches than stage 0."
+    return (
+        "The step takes 2 (stages - 1) seconds less than 1F1B, and no stage keeps more micro-batches than stage 0 "
+        "does in 1F1B."
+    )
 
 
 def _shown(row: _Row) -> str:
@@ -235,7 +239,7 @@ def _zero_bubble_order(stage: int, stages: int, micro_batches: int) -> list[tupl
         if m + ahead < micro_batches:
             row.append(("F", m + ahead))
         row.append(("B", m))
-        if m >= stage:  # keep `stage` weight gradients for the end
+        if m >= stage:  # leave `stage` weight gradients for the end
             row.append(("W", done))
             done += 1
     return row + [("W", m) for m in range(done, micro_batches)]
@@ -275,9 +279,9 @@ def _keeps_from_the_other_end(stage: int, stages: int, micro_batches: int) -> _R
 
 zero_bubble_order = Exercise(
     task=(
-        "zero_bubble_order(stage, stages, micro_batches): return the order in which this stage runs one step, a list "
-        "of ('F', m), ('B', m) and ('W', m). Each takes one second. The step must take 3 micro_batches + stages - 1 "
-        "seconds, and a stage may keep at most `stages` micro-batches between F and W."
+        "zero_bubble_order(stage, stages, micro_batches): return this stage's actions in one step, in order, as a "
+        "list of ('F', m), ('B', m) and ('W', m). Each action takes one second. The step must take 3 * "
+        "micro_batches + stages - 1 seconds, and a stage may keep at most `stages` micro-batches between F and W."
     ),
     test=_test_zero_bubble,
     solution=_zero_bubble_order,
@@ -289,9 +293,10 @@ zero_bubble_order = Exercise(
         "delays the weight gradients of the first stage": _keeps_from_the_other_end,
     },
     hints=(
-        "Start from 1F1B. A W can wait, so it fills the time in which a stage would wait for the next B.",
+        "Start from 1F1B. W actions can wait, so use them to fill the time in which a stage would wait for the next B.",
         "The first stage waits for gradients at the end of the step, so the other stages should send them early.",
-        "Stage s always has s weight gradients left, until no B is left: it runs W of micro-batch m - s after B of m.",
+        "Stage s postpones s weight gradients until no B is left. It runs W of micro-batch m - s after B of "
+        "micro-batch m.",
     ),
 )
 
@@ -316,16 +321,16 @@ def _test_cut(answer: Answer) -> str:
         if not isinstance(got, (list, tuple)) or not all(isinstance(each, int) for each in got):
             raise WrongAnswerError(f"The result must be a list of indices such as [2, 4], got {got!r}.")
         begins = [0, *got]
-        expect(len(begins) == stages, f"{case}: the result must have {stages - 1} indices, got {list(got)}.")
+        expect(len(begins) == stages, f"{case}: the result must contain {stages - 1} indices, got {list(got)}.")
         rising = all(a < b for a, b in zip(begins, [*got, len(costs)], strict=True))
         expect(rising, f"{case}: the indices must increase, and no stage may be empty, got {list(got)}.")
         best = _dearest(costs, balance(costs, stages))
         expect(
             _dearest(costs, got) == best,
-            f"{case}: the most expensive stage must cost {best}, got {_dearest(costs, got)} with {list(got)}. A "
-            "pipeline is as slow as its slowest stage.",
+            f"{case}: the cost of the most expensive stage must be {best}, got {_dearest(costs, got)} with "
+            f"{list(got)}. A pipeline is as slow as its slowest stage.",
         )
-    return "No other split has a cheaper most expensive stage."
+    return "No other split reduces the cost of the most expensive stage."
 
 
 def _dearest(costs: Sequence[float], begins: Sequence[int]) -> float:
@@ -372,8 +377,8 @@ def _may_be_empty(costs: Sequence[float], stages: int) -> list[int]:
 
 cut_evenly = Exercise(
     task=(
-        "cut_evenly(costs, stages): return the start of each stage but the first (increasing indices into `costs`), so "
-        "that the most expensive stage is as cheap as possible. Modules keep their order, and no stage is empty."
+        "cut_evenly(costs, stages): return the start index of each stage except the first, in increasing order. "
+        "Minimize the cost of the most expensive stage. Modules keep their order, and no stage is empty."
     ),
     test=_test_cut,
     solution=_cut_evenly,
@@ -384,8 +389,8 @@ cut_evenly = Exercise(
         "starts stages at the most expensive modules": _may_be_empty,
     },
     hints=(
-        "There are few modules, so you can try all splits and take the best one.",
+        "There are few modules, so you can try all splits and return the best one.",
         "To place `count` cuts after `after`, choose the first cut, then place count - 1 cuts after it.",
-        "The most expensive stage costs max(sum(costs[a:b])) over all stages, which start at a and end before b.",
+        "A stage that starts at a and ends before b costs sum(costs[a:b]). Minimize the maximum over all stages.",
     ),
 )

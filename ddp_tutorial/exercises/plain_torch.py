@@ -1,4 +1,4 @@
-"""Exercises of 06_plain_torch: the step to resume from, one step with torch's own DDP, and a complete script."""
+"""Exercises for 06_plain_torch on the step to resume from, one step with PyTorch's DDP, and a complete script."""
 
 import os
 from contextlib import nullcontext
@@ -20,7 +20,7 @@ from ddp_tutorial.world import World
 
 # ------------------------------------------------------------------------------------------- 1. the step to resume from
 
-_ON_DISK = (  # the steps of the checkpoints that each of three ranks has
+_ON_DISK = (  # steps of the checkpoints on each of three ranks
     ((20, 40), (20, 40), (20, 40)),
     ((20, 40, 60), (20, 60), (40, 20)),
     ((60, 20, 40), (40, 60), (20, 60, 40)),
@@ -41,10 +41,13 @@ def _test_common_step(answer: Answer) -> str:
     for number, steps in enumerate(_ON_DISK):
         got = [result[number] for result in results]
         right = max(set(steps[0]).intersection(*steps[1:]), default=0)
-        case = f"Three ranks have the checkpoints {', '.join(map(str, map(list, steps)))}."
+        case = f"Three ranks store checkpoints of the steps {', '.join(map(str, map(list, steps)))}."
         expect(all(each == got[0] for each in got), f"{case} All ranks must return the same step, got {got}.")
-        expect(got[0] == right, f"{case} The latest step that all of them have is {right}, got {got[0]}.")
-    return "All ranks resume from the latest checkpoint that each of them has."
+        expect(
+            got[0] == right,
+            f"{case} The result must be {right}, the latest common step (0 if there is none), got {got[0]}.",
+        )
+    return "All ranks resume from the latest step for which every rank has a checkpoint."
 
 
 def _common_step(steps: list[int]) -> int:
@@ -74,7 +77,8 @@ def _common_unless_empty(steps: list[int]) -> int:
 
 
 common_step = Exercise(
-    task="common_step(steps): return the latest step whose checkpoint every rank has, or 0 if there is none.",
+    task="common_step(steps): return the latest step for which every rank has a checkpoint, or 0 if there is no such "
+    "step.",
     test=_test_common_step,
     solution=_common_step,
     wrong={
@@ -85,7 +89,7 @@ common_step = Exercise(
     },
     hints=(
         "The smallest of the ranks' latest steps is not always a step that all ranks have.",
-        "dist.all_gather_object sends the list of each rank to all ranks. The lists may have different lengths.",
+        "dist.all_gather_object sends each rank's list to all ranks. The lists may have different lengths.",
         "The intersection of sets contains the common steps. max(..., default=0) covers the empty intersection.",
     ),
 )
@@ -94,7 +98,7 @@ common_step = Exercise(
 
 
 def _batches(rank: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """Return two micro-batches: of 4 and 1 samples on rank 0, and of 2 and 5 on rank 1."""
+    """Return two micro-batches, with 4 and 1 samples on rank 0, and with 2 and 5 samples on rank 1."""
     generator = torch.Generator().manual_seed(rank)
     sizes = ((4, 1), (2, 5))[rank]
     return [(torch.randn(n, 3, generator=generator), 4 * torch.randn(n, 1, generator=generator)) for n in sizes]
@@ -110,7 +114,7 @@ def _sgd(model: nn.Module) -> torch.optim.Optimizer:
 
 
 def _expected() -> tuple[float, torch.Tensor]:
-    """Return the loss and the weights of one process that takes the step on all samples at once."""
+    """Take the step on all samples in one process, and return the loss and the weights."""
     model = _model()
     pairs = [pair for rank in range(2) for pair in _batches(rank)]
     inputs, targets = (torch.cat(each) for each in zip(*pairs, strict=True))
@@ -121,7 +125,7 @@ def _expected() -> tuple[float, torch.Tensor]:
 
 
 def _counted(times: list[int], bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
-    """Run torch's own all-reduce, and count the calls."""
+    """Run PyTorch's `allreduce_hook`, and record the call in `times`."""
     times.append(1)
     return allreduce_hook(None, bucket)  # type: ignore[arg-type]  # None: the default group
 
@@ -140,22 +144,26 @@ def _test_ragged_step(answer: Answer) -> str:
     results = on_ranks(_take_ragged_step, 2, answer, stuck=stuck, timeout=30)
     loss, weights = _expected()
     for rank, (returned, found, clean, times) in enumerate(results):
-        expect(torch.equal(found, results[0][1]), "The ranks have different weights: a gradient was not averaged.")
+        expect(
+            torch.equal(found, results[0][1]),
+            "The weights differ between the ranks, because a gradient was not averaged.",
+        )
         expect(
             times == 1,
-            f"DDP synchronized {times} times in one step: run every backward pass but the last one in no_sync().",
+            f"DDP must synchronize once per step, got {times} synchronizations. Run every backward pass except "
+            "the last one in no_sync().",
         )
         expect(
             torch.allclose(found, weights, atol=1e-5),
             f"The weights on rank {rank} must be {numbers(weights, 4)}, as in one process, got {numbers(found, 4)}. "
-            "All 12 samples must count equally, and the gradient over all of them must be clipped once.",
+            "All 12 samples must count equally, and the gradient over all samples must be clipped once.",
         )
-        expect(clean, "The gradients were not cleared: the next step would add to them.")
+        expect(clean, "The gradients were not cleared, so the next step would add to them.")
         expect(
             abs(returned - loss) < 1e-4,
             f"The loss must be the mean over all samples, {loss:.4f}, got {returned:.4f} on rank {rank}.",
         )
-    return "The step equals that of one process with all samples at once, and every rank returns the same loss."
+    return "The step is equivalent to a step on all samples in one process, and every rank returns the same loss."
 
 
 def _ragged_step(ddp: Any, optimizer: Any, batches: Any) -> float:
@@ -210,7 +218,8 @@ def _own_loss(ddp: Any, optimizer: Any, batches: Any) -> float:
 
 
 ragged_step = Exercise(
-    task="ragged_step(ddp, optimizer, batches): take one step on the mean loss over all ranks' samples, and return it.",
+    task="ragged_step(ddp, optimizer, batches): take one step on the mean loss over all ranks' samples, and return "
+    "this loss.",
     test=_test_ragged_step,
     solution=_ragged_step,
     wrong={
@@ -220,18 +229,18 @@ ragged_step = Exercise(
         "returns the rank's own loss": _own_loss,
     },
     hints=(
-        "Before the first backward pass, every rank needs the count over all ranks: all-reduce it.",
-        "DDP averages over ranks. Call backward on the rank's loss sum times the world size, divided by the count over "
-        "all ranks.",
+        "Before the first backward pass, every rank needs the number of samples on all ranks. All-reduce the counts.",
+        "DDP averages over ranks. Call backward on the rank's loss sum times the world size, divided by the number "
+        "of samples on all ranks.",
         "Put `with nullcontext() if is_last else ddp.no_sync():` around the forward and backward pass.",
     ),
 )
 
-# --------------------------------------------------------------------------------------------------- - 3. a full script
+# ----------------------------------------------------------------------------------------------------- 3. a full script
 
 _EVERY = 17  # steps between checkpoints; an epoch has 13 steps
-_SEEN = _EVERY + 4  # steps before the kill: up to a checkpoint, and a few that are lost
-_LATER = 20  # steps from the checkpoint to the end, across the end of an epoch
+_SEEN = _EVERY + 4  # steps before the kill: up to the checkpoint, and 4 that are lost
+_LATER = 20  # steps after the checkpoint, across the end of an epoch
 _FOREVER = 20_000  # steps of the run that is killed; finite in case the kill fails
 _SOLUTION = Path(__file__).with_name("plain_torch_script.py")
 
@@ -251,8 +260,8 @@ def _test_train_script(answer: Path | str | WrongScript) -> str:
                 after_kill = _finished(resumed, "The run that resumed after the kill", killed, stop, saved["step"])
             expect(
                 os.fstat(before.fileno()).st_ino != killed.stat().st_ino,
-                "The script overwrites the previous checkpoint in place: a crash midway leaves half a file, and no "
-                "checkpoint to resume from. Write to a temporary name, then call os.replace.",
+                "The script overwrites the previous checkpoint in place, so a crash midway leaves no valid "
+                "checkpoint to resume from. Write to a temporary file, then call os.replace.",
             )
         with _torchrun(script, 2, folder, "two", stop) as two, _torchrun(script, 1, folder, "one", stop) as one:
             uninterrupted = _finished(two, "The uninterrupted run on two ranks", folder / "two.pt", stop)
@@ -261,17 +270,19 @@ def _test_train_script(answer: Path | str | WrongScript) -> str:
     for ranks, model in (("two ranks", uninterrupted), ("one rank", alone)):
         expect(
             (apart := _distance(model, right)) < 1e-4,
-            f"The weights that {ranks} save after step {stop} differ from one process's by {apart:.1e}; up to 1e-4 is "
-            "rounding. The losses are right. Did you save the weights of a different step?",
+            f"The losses are right, but the weights that {ranks} saved after step {stop} differ from those of one "
+            f"process by {apart:.1e}. Differences up to 1e-4 are rounding errors. Did you save the weights of a "
+            "different step?",
         )
     expect(
         (apart := _distance(after_kill, uninterrupted)) == 0.0,
-        f"After kill and resume, the weights differ from the uninterrupted run's by {apart:.1e}. They must be bitwise "
-        "identical: does the checkpoint contain, unmodified, everything that a step changes?",
+        f"After the kill and the resume, the weights differ from the uninterrupted run's weights by {apart:.1e}. "
+        "They must be bitwise identical. Does the checkpoint contain, unmodified, everything that a step changes?",
     )
     return (
-        "One rank and two ranks reach the same weights, and report the loss over all ranks. After rank 1 was killed, "
-        "the resumed run repeated no step, and its weights are bitwise identical to an uninterrupted run's."
+        "One rank and two ranks reach the same weights, and report the loss over all ranks. After rank 1 was "
+        "killed, the resumed run repeated no step, and its weights are bitwise identical to those of an "
+        "uninterrupted run."
     )
 
 
@@ -280,7 +291,7 @@ def _torchrun(script: Path, nprocs: int, folder: Path, name: str, steps: int) ->
 
 
 def _kill_and_load(script: Path, folder: Path) -> State:
-    """Start two ranks, kill rank 1 after `_SEEN` steps, and return the checkpoint that is left."""
+    """Start two ranks, kill rank 1 after `_SEEN` steps, and return the remaining checkpoint."""
     with _torchrun(script, 2, folder, "killed", _FOREVER) as run:
         code = run.wait(lambda printed: len(lines_of(printed)) >= _SEEN or printed.count("\n") > 9 * _SEEN)
         if code is None:
@@ -304,12 +315,16 @@ def _load(checkpoint: Path, when: str) -> State:
     try:
         saved = torch.load(checkpoint)
     except Exception as error:
-        message = f"{when}, and torch.load cannot read the checkpoint. {type(error).__name__}: {str(error)[:200]}"
+        message = f"{when}, but torch.load cannot read the checkpoint. {type(error).__name__}: {str(error)[:200]}"
         raise WrongAnswerError(message) from None
     is_whole = isinstance(saved, dict) and isinstance(saved.get("step"), int) and isinstance(saved.get("model"), dict)
     expect(is_whole, "The checkpoint must be a dict with an integer 'step' and a state dict 'model'.")
     names, own = list(course(0).weights), list(saved["model"])
-    advice = " Save the state dict of the model inside DDP, ddp.module." if own[:1] == [f"module.{names[0]}"] else ""
+    advice = (
+        " Save the state dict of the model inside DDP with ddp.module.state_dict()."
+        if own[:1] == [f"module.{names[0]}"]
+        else ""
+    )
     expect(own == names, f"The keys of 'model' in the checkpoint must be {names}, got {own}.{advice}")
     return saved
 
@@ -324,7 +339,7 @@ def _finished(run: Torchrun, what: str, checkpoint: Path, stop: int, begin: int 
     expect(code is not None and made == stop, f"{what} must end after step {stop}, got {made} steps. {run.error()}")
     expect(code == 0, f"{what} took all {stop} steps, and then torchrun exited with code {code}. {run.error()}")
     saved = _load(checkpoint, f"{what} finished step {stop}")
-    expect(saved["step"] == stop, f"{what} finished step {stop}, but its last checkpoint is of step {saved['step']}.")
+    expect(saved["step"] == stop, f"{what} finished step {stop}, but its last checkpoint is from step {saved['step']}.")
     return dict(saved["model"])
 
 
@@ -335,7 +350,8 @@ def _distance(model: State, other: State) -> float:
 _SAVE = "torch.save(state, part)\n"
 
 train_script = Exercise(
-    task="Write a torchrun script that trains the same on one and on two ranks, and resumes exactly after a kill.",
+    task="Write a torchrun script that trains to the same weights on one rank and on two, and resumes exactly after "
+    "a kill.",
     test=_test_train_script,
     solution=_SOLUTION,
     wrong={
@@ -356,14 +372,18 @@ train_script = Exercise(
         ),
     },
     hints=(
-        "Write the step first. It has two all-reduces: of the number of letters before the backward pass, and of the "
-        "loss after it. `following >= 0` is true for letters; cross_entropy ignores targets of -100.",
-        "DDP divides the sum over ranks by the world size. Call backward on this rank's loss sum times the world size, "
-        "divided by the letters of all ranks: the result is the gradient of the mean over all letters.",
-        "DataLoader(data, 16 // size, sampler=DistributedSampler(data, size, rank, seed=0)) has 13 batches; the last "
-        "batch is smaller. After `done` steps, divmod(done, 13) is the epoch and the number of batches to skip.",
-        "Load the model, the optimizer and the number of steps before DDP wraps the model. Rank 0 reads the file and "
-        "sends its content with dist.broadcast_object_list. Save on rank 0 to a temporary name, then rename.",
-        "Exit with os._exit(0) after destroy_process_group(), as above.",
+        "Write the step first. It needs two all-reduces: one for the number of letters before the backward pass, "
+        "and one for the loss after the backward pass. `following >= 0` is true for letters; cross_entropy ignores "
+        "targets of -100.",
+        "DDP divides the sum over ranks by the world size. Call backward on this rank's loss sum times the world "
+        "size, divided by the number of letters on all ranks. The result is the gradient of the mean over all "
+        "letters.",
+        "DataLoader(data, 16 // size, sampler=DistributedSampler(data, size, rank, seed=0)) yields 13 batches, and "
+        "the last batch is smaller. After `done` steps, divmod(done, 13) returns the epoch and the number of "
+        "batches to skip.",
+        "Load the model, the optimizer and the number of steps before DDP wraps the model. Rank 0 reads the file "
+        "and sends its contents with dist.broadcast_object_list. On rank 0, save to a temporary file, then rename "
+        "it.",
+        "Call os._exit(0) after destroy_process_group(), as in the script of this notebook.",
     ),
 )

@@ -14,10 +14,10 @@ from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 
 def take_step(ddp: nn.Module, optimizer: torch.optim.SGD, batch: list[torch.Tensor]) -> tuple[float, int]:
-    """Take one optimizer step. Returns the mean loss over the letters of all ranks, and the number of letters."""
+    """Take one optimizer step. Return the mean loss over all ranks' letters, and the number of letters."""
     letters, following = batch
     total = torch.tensor([0.0, (following >= 0).sum()])
-    dist.all_reduce(total[1:])  # before backward: the ranks' words differ in length, and every letter counts equally
+    dist.all_reduce(total[1:])  # before backward: words differ in length, and every letter must count equally
     loss = F.cross_entropy(ddp(letters).flatten(0, 1), following.flatten(), reduction="sum")
     (loss * dist.get_world_size() / total[1]).backward()  # DDP averages the gradients over ranks
     nn.utils.clip_grad_norm_(ddp.parameters(), 0.4)
@@ -29,11 +29,11 @@ def take_step(ddp: nn.Module, optimizer: torch.optim.SGD, batch: list[torch.Tens
 
 
 def main(words: str, checkpoint: Path, steps: int, every: int) -> None:
-    """Train up to step `steps`, and save every `every` steps. Resumes if `checkpoint` exists."""
+    """Train up to step `steps`, and save a checkpoint every `every` steps. Resume from `checkpoint` if it exists."""
     dist.init_process_group("gloo")
     rank, size = dist.get_rank(), dist.get_world_size()
     if 16 % size:
-        raise ValueError(f"16 words per step cannot be split equally over {size} ranks")
+        raise ValueError(f"the number of ranks must divide the 16 words per step, got {size} ranks")
     data = TensorDataset(*torch.load(words))
     sampler = DistributedSampler(data, size, rank, seed=0)
     loader = DataLoader(data, 16 // size, sampler=sampler)
@@ -42,7 +42,7 @@ def main(words: str, checkpoint: Path, steps: int, every: int) -> None:
     model = nn.Sequential(nn.Embedding(27, 16), nn.Linear(16, 27))
     optimizer, done = torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.9), 0
     sent = [torch.load(checkpoint) if rank == 0 and checkpoint.exists() else None]
-    dist.broadcast_object_list(sent)  # rank 0 decides for all ranks: other ranks may not see the file
+    dist.broadcast_object_list(sent)  # only rank 0 reads the file, because the ranks may not share a disk
     if saved := sent[0]:
         model.load_state_dict(saved["model"])
         optimizer.load_state_dict(saved["optimizer"])

@@ -1,4 +1,4 @@
-"""Exercises of 01_processes: print once, build a cache once per node, and write a small torchrun."""
+"""Exercises for 01_processes on printing once, building a cache once per node, and writing a small torchrun."""
 
 import json
 import os
@@ -74,7 +74,8 @@ def _before_the_collective(world: World, value: float, say: Callable[[str], None
 
 
 announce = Exercise(
-    task="announce(world, value, say): return the total of value over all ranks; say(text) it once, from rank 0.",
+    task="announce(world, value, say): return the sum of value over all ranks, and report the sum once, with "
+    "say(text) on rank 0.",
     test=_test_announce,
     solution=_announce,
     wrong={
@@ -83,8 +84,8 @@ announce = Exercise(
         "prints before the collective": _before_the_collective,
     },
     hints=(
-        "Answer two different questions: which ranks take part in the all-reduce, and which rank prints?",
-        "All ranks take part, so call dist.all_reduce outside the `if`.",
+        "Answer two different questions. Which ranks participate in the all-reduce, and which rank prints?",
+        "All ranks participate, so call dist.all_reduce outside the `if`.",
     ),
 )
 
@@ -94,7 +95,7 @@ announce = Exercise(
 def _run_build_once(world: World, answer: Answer, folder: str) -> tuple[str, bool]:
     """Return the answer's result and whether this rank built the cache. While `build` runs, the cache is incomplete.
 
-    Ranks 0 and 1 are on node 0, ranks 2 and 3 on node 1. Node 1 has the cache already.
+    Ranks 0 and 1 are on node 0, and ranks 2 and 3 are on node 1. Only node 1 already has the cache.
     """
     node, local_rank = divmod(world.rank, 2)
     path, built = Path(folder) / f"node{node}.txt", False
@@ -117,17 +118,17 @@ def _test_build_once(answer: Answer) -> str:
         stuck = "A rank waits forever. A barrier returns only when every rank has entered it."
         results = on_ranks(_run_build_once, 4, answer, folder, stuck=stuck, timeout=20)
     builders = [rank for rank, (_, built) in enumerate(results) if built]
-    expect(2 not in builders, "Rank 2 called build(), although the cache of its node existed.")
-    expect(builders == [0], f"On node 0, only its local rank 0 must call build(), got calls on ranks {builders}.")
+    expect(2 not in builders, "Rank 2 called build(), although its node already has the cache.")
+    expect(builders == [0], f"On node 0, only local rank 0 must call build(), got calls on ranks {builders}.")
     for rank, (text, _) in enumerate(results):
-        expect(text == "all of it", f"Rank {rank} read {text!r}: it did not wait until the cache was complete.")
+        expect(text == "all of it", f"Rank {rank} read {text!r}, because it did not wait until the cache was complete.")
     return "Node 0 built its cache once, node 1 used the existing one, and all ranks read a complete cache."
 
 
 def _build_once(world: World, path: Path, build: Callable[[], None]) -> str:
     if world.local_rank == 0 and not path.exists():
         build()
-    dist.barrier()  # outside the `if`: every rank of every node enters it
+    dist.barrier()  # outside the `if`, because all ranks on all nodes must enter it
     return path.read_text()
 
 
@@ -141,7 +142,7 @@ def _no_barrier(world: World, path: Path, build: Callable[[], None]) -> str:
 
 def _everyone_builds(world: World, path: Path, build: Callable[[], None]) -> str:
     missing = not path.exists()
-    dist.barrier()  # so that every rank of the node has looked before one of them builds
+    dist.barrier()  # every rank has checked for the cache before one of them builds it
     if missing:
         build()
     dist.barrier()
@@ -165,8 +166,8 @@ def _barrier_on_one_node(world: World, path: Path, build: Callable[[], None]) ->
 
 build_once = Exercise(
     task=(
-        "build_once(world, path, build): if path does not exist, local rank 0 of the node calls build(), and the other "
-        "ranks wait. All return path.read_text()."
+        "build_once(world, path, build): if path does not exist, local rank 0 of the node calls build(), and the "
+        "other ranks wait. All ranks return path.read_text()."
     ),
     test=_test_build_once,
     solution=_build_once,
@@ -179,13 +180,13 @@ build_once = Exercise(
     hints=(
         "world.local_rank is 0 on one rank of each node. A file that exists may still be incomplete.",
         "dist.barrier() blocks each rank until all ranks of all nodes have entered it.",
-        "Some nodes have the file and others do not. Which lines must run on all of them?",
+        "Some nodes have the file and others do not. Which lines must run on all nodes?",
     ),
 )
 
 # ------------------------------------------------------------------------------------------------- 3. a small torchrun
 
-# A worker records its environment, waits for the other workers of its attempt, and follows the plan: `plan[attempt]`
+# A worker records its environment, waits for the other workers of its attempt, and follows the plan. `plan[attempt]`
 # is the rank that exits with code 3, or null. If a rank fails, the other ranks keep running; rank 0 ignores SIGTERM.
 _WORKER = """
 import json, os, signal, sys, time
@@ -220,7 +221,7 @@ dist.all_reduce(number)
 assert number.item() == 2
 dist.destroy_process_group()
 """
-_WAIT, _BUSY = 5, 5  # seconds: for the other workers, and of a worker whose peer has failed
+_WAIT, _BUSY = 5, 5  # seconds to wait for the other workers, and to keep running after a peer has failed
 
 
 def _test_mini_torchrun(answer: Answer) -> str:
@@ -229,27 +230,32 @@ def _test_mini_torchrun(answer: Answer) -> str:
     expect(codes == [0, 0, 0], f"All three workers exited with code 0, so return [0, 0, 0], got {codes}.")
 
     codes, found = _workers(answer, 2, [1, 1, 1])
-    expect(len(found) == 2, f"With max_restarts=0, two workers must be started once, got {len(found)} starts.")
+    expect(len(found) == 2, f"With max_restarts=0, both workers must be started once, got {len(found)} starts.")
     expect(
-        codes[1] == 3 and codes[0] != 0, f"Rank 1 exited with code 3 and rank 0 was stopped, but you return {codes}."
+        codes[1] == 3 and codes[0] != 0,
+        f"Rank 1 exited with code 3 and rank 0 was stopped, but your function returned {codes}.",
     )
 
     codes, found = _workers(answer, 2, [1, None], max_restarts=1)
     attempts = sorted(int(each["TORCHELASTIC_RESTART_COUNT"]) for each in found)
     expect(
         attempts == [0, 0, 1, 1],
-        "After a failure, all ranks must be restarted with TORCHELASTIC_RESTART_COUNT=1, because the surviving ranks "
-        f"still wait for the old one. The workers were started with the counts {attempts}.",
+        "After a failure, all ranks must be restarted with TORCHELASTIC_RESTART_COUNT=1, because the surviving "
+        "ranks still wait for the failed process. The restart counts of the started workers must be [0, 0, 1, 1], "
+        f"got {attempts}.",
     )
     expect(codes == [0, 0], f"The second attempt succeeded on both ranks, so return [0, 0], got {codes}.")
 
     codes = answer([sys.executable, "-c", _TORCH_WORKER], 2)
-    expect(codes == [0, 0], f"Two workers called init_process_group and all_reduce, and exited with codes {codes}.")
-    return "The ranks find each other, a failure stops all of them, and a restart starts all of them."
+    expect(
+        codes == [0, 0],
+        f"Two workers that call init_process_group and all_reduce must exit with code 0, got codes {codes}.",
+    )
+    return "The ranks find each other, a failure stops all ranks, and a restart starts all ranks."
 
 
 def _workers(answer: Answer, nprocs: int, plan: list[int | None], **options: int) -> tuple[list[int], list[Any]]:
-    """Run the answer on workers. Returns its result and the environment of each worker that was started."""
+    """Run the answer on test workers. Return its result and the environment of each started worker."""
     with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
         with suppress(OSError):  # a different program may use the port already
             stack.enter_context(socket.create_server(("127.0.0.1", 29500)))
@@ -262,16 +268,17 @@ def _workers(answer: Answer, nprocs: int, plan: list[int | None], **options: int
     expect(not lacking, f"The workers lack the environment variables {', '.join(lacking)}.")
     expect(
         4 not in list(codes),
-        f"A worker waited {_WAIT} seconds for the other workers, and then exited with code 4. Start all of them before "
-        f"you wait for one. Only these ranks were started: {sorted({int(each['RANK']) for each in found})}.",
+        f"A worker waited {_WAIT} seconds for the other workers, and then exited with code 4. Start all workers "
+        "before you wait for any of them. Only these ranks were started: "
+        f"{sorted({int(each['RANK']) for each in found})}.",
     )
     expect(
         not survivors,
-        "Rank 1 exited with code 3, but rank 0 kept running until it finished by itself. Stop it with SIGTERM, and "
-        "with SIGKILL if it has not exited a second later.",
+        "Rank 1 exited with code 3, but rank 0 kept running until it finished by itself. Stop rank 0 with SIGTERM, "
+        "and with SIGKILL if it has not exited one second later.",
     )
     alive = [each["RANK"] for each in found if _is_running(each["pid"])]
-    expect(not alive, f"When you return, no worker must be running, but ranks {alive} are.")
+    expect(not alive, f"When your function returns, no worker may be running, but ranks {alive} still are.")
     return list(codes), found
 
 
@@ -310,7 +317,7 @@ def _mini_torchrun(command: list[str], nprocs: int, max_restarts: int = 0) -> li
                 ranks.append(subprocess.Popen(command, env=os.environ | environ))
             while not any(process.poll() for process in ranks) and None in [process.poll() for process in ranks]:
                 time.sleep(0.05)
-        finally:  # also if the user interrupts the cell
+        finally:  # runs also if the user interrupts the cell
             for process in ranks:
                 process.terminate()  # has no effect on a process that has exited
             deadline = time.monotonic() + 1
@@ -327,7 +334,7 @@ def _mini_torchrun(command: list[str], nprocs: int, max_restarts: int = 0) -> li
 def _wrong_torchrun(
     sequential: bool = False, port: int = 0, stop: str = "all", restart: str = "all", world_size: int = 0
 ) -> Answer:
-    """Return a copy of the solution with one mistake."""
+    """Return a variant of the solution with one mistake."""
 
     def start(command: list[str], rank: int, nprocs: int, attempt: int, chosen: int) -> "subprocess.Popen[bytes]":
         own = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world_size or nprocs, "MASTER_PORT": port or chosen}
@@ -376,8 +383,9 @@ def _wrong_torchrun(
 mini_torchrun = Exercise(
     task=(
         "mini_torchrun(command, nprocs, max_restarts=0): start nprocs processes of command (a list for "
-        "subprocess.Popen), each with the environment variables of its rank. If one fails, stop the others and restart "
-        "all, at most max_restarts times. Return the exit codes of the last attempt, in rank order."
+        "subprocess.Popen), each with the environment variables of its rank. If a process fails, stop the other "
+        "processes and restart all of them, at most max_restarts times. Return the exit codes of the last attempt, "
+        "in rank order."
     ),
     test=_test_mini_torchrun,
     solution=_mini_torchrun,
@@ -391,11 +399,11 @@ mini_torchrun = Exercise(
         "restarts the failed rank only": _wrong_torchrun(restart="failed"),
     },
     hints=(
-        "Each rank needs six variables: the four of this notebook, LOCAL_RANK, and TORCHELASTIC_RESTART_COUNT, which"
-        "the number of the attempt, from 0. Their values are strings.",
-        "Start all ranks, then look at all of them every 0.05 s: Popen.poll() returns None while a process runs, and "
+        "Each rank needs six variables: the four in this notebook, LOCAL_RANK, and TORCHELASTIC_RESTART_COUNT, "
+        "which is the index of the attempt, starting at 0. All values are strings.",
+        "Start all ranks, then poll all of them every 0.05 s. Popen.poll() returns None while a process runs, and "
         "its exit code afterward.",
-        "Stop ranks with terminate() (SIGTERM). A rank may ignore it, so call kill() (SIGKILL) a second later.",
-        "Put the stopping into a `finally` block. Then an interrupt of the cell leaves no rank behind, either.",
+        "Stop ranks with terminate() (SIGTERM). A rank may ignore SIGTERM, so call kill() (SIGKILL) one second later.",
+        "Stop the ranks in a `finally` block, so that no rank keeps running if you interrupt the cell.",
     ),
 )

@@ -1,4 +1,4 @@
-"""Exercises of 00_quickstart: split a batch, average a loss, and port a training program to several ranks."""
+"""Exercises for 00_quickstart on splitting a batch, averaging a loss, and porting a training program to DDP."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -22,15 +22,16 @@ def _test_shard(answer: Answer) -> str:
         indices = list(range(100, 100 + samples))
         parts = [[int(i) for i in answer(indices, rank, size)] for rank in range(size)]
         assigned = sorted(index for part in parts for index in part)
-        case = f"For {samples} samples and {size} ranks you returned {parts}"
+        case = f"For {samples} samples and {size} ranks, your function returned {parts}"
         padded = len(assigned) == -(-samples // size) * size and set(assigned) == set(indices)
         note = " (DistributedSampler pads like this by default. Here, every sample must count once.)" if padded else ""
-        expect(
-            len(assigned) == len(set(assigned)), f"{case}: two ranks have the same sample, which counts twice.{note}"
-        )
+        expect(len(assigned) == len(set(assigned)), f"{case}: at least one sample is assigned more than once.{note}")
         expect(assigned == indices, f"{case}: not every sample is assigned to a rank.")
         lengths = [len(part) for part in parts]
-        expect(max(lengths) - min(lengths) <= 1, f"{case}: one rank has much more work, and the others wait for it.")
+        expect(
+            max(lengths) - min(lengths) <= 1,
+            f"{case}: the ranks' sample counts differ by more than one, so some ranks must wait for others.",
+        )
     return "Every sample is assigned to exactly one rank, and the ranks' sample counts differ by at most one."
 
 
@@ -68,7 +69,7 @@ shard_samples = Exercise(
         "gives the remainder to the last rank": _shard_rest_to_last,
     },
     hints=(
-        "Think of dealing cards: one card to each player, then start again with the first player.",
+        "Think of dealing cards: deal one card to each player, then start again with the first player.",
         "A Python slice has three parts: start, stop and step.",
     ),
 )
@@ -77,7 +78,7 @@ shard_samples = Exercise(
 
 
 def _uneven_loss(world: World, answer: Answer) -> tuple[float, float]:
-    """Give rank r 2 r + 1 tokens, each with loss r + 1, so that ranks with more tokens have higher losses."""
+    """Return the answer's result and the true mean loss. Rank r has 2 r + 1 tokens, each with loss r + 1."""
     count = 2 * world.rank + 1
     loss_sum = torch.tensor(float(count * (world.rank + 1)))
     true = all_reduce_sum(world, torch.stack([loss_sum, torch.tensor(float(count))]))
@@ -126,8 +127,8 @@ def _on_rank_zero_only(world: World, loss_sum: torch.Tensor, count: int) -> floa
 
 mean_loss = Exercise(
     task=(
-        "mean_loss(world, loss_sum, count): return the mean loss over the tokens of all ranks, on every rank, as a "
-        "float. loss_sum is a tensor with one number, and count is an int."
+        "mean_loss(world, loss_sum, count): on every rank, return the mean loss over the tokens of all ranks, as a "
+        "float. loss_sum is a tensor with one element, and count is an int."
     ),
     test=_test_mean_loss,
     solution=_mean_loss,
@@ -138,10 +139,10 @@ mean_loss = Exercise(
         "returns the mean on rank 0 only": _on_rank_zero_only,
     },
     hints=(
-        "A mean of means gives too much weight to the tokens of a rank that has few tokens.",
-        "Loss sums can be summed over ranks, and so can counts. Divide once, at the end.",
-        "Put both numbers into one tensor and call all_reduce_sum(world, tensor): it returns the sum over all ranks, "
-        "on every rank.",
+        "A mean of means gives too much weight to the tokens on a rank with few tokens.",
+        "Both loss sums and counts can be summed over the ranks. Divide once, at the end.",
+        "Put both numbers into one tensor and call all_reduce_sum(world, tensor), which returns the sum over all "
+        "ranks on every rank.",
     ),
 )
 
@@ -178,7 +179,7 @@ TRAINING, VALIDATION, RANKS = 96, 31, 3  # samples; 31 is not divisible by 3
 
 
 class _Counted(nn.Module):
-    """A model that records the number of samples of each forward pass."""
+    """Model that records the number of samples in each forward pass."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -203,10 +204,10 @@ def _data(samples: int, seed: int) -> Data:
 
 @dataclass
 class _Outcome:
-    """One rank's run of the answer."""
+    """Result of a training run on one rank."""
 
     losses: list[float]
-    lines: list[str]  # the arguments of `log`
+    lines: list[str]  # arguments of the calls to `log`
     model: _Counted
 
 
@@ -228,39 +229,42 @@ def _run_on_rank(world: World, answer: Answer) -> _Outcome:
 
 def _test_training(answer: Answer) -> str:
     alone = _run_training(train_alone)
-    stuck = "A rank waits forever for the others. Every rank must enter every collective, and all must stop together."
+    stuck = (
+        "A rank waits forever for the others. Every rank must enter every collective, and all ranks must stop after "
+        "the same epoch."
+    )
     ranks = on_ranks(_run_on_rank, RANKS, answer, stuck=stuck, timeout=60)
     for rank, each in enumerate(ranks):
         sizes = sorted(set(each.model.training_samples))
         expect(
             sizes == [24 // RANKS],
-            f"A step has 24 samples, so each of the {RANKS} ranks must train on {24 // RANKS}. Rank {rank} trained on "
-            f"{sizes}.",
+            f"A step contains 24 samples, so each of the {RANKS} ranks must train on {24 // RANKS} samples per step, "
+            f"got {sizes} on rank {rank}.",
         )
         most = -(-VALIDATION // RANKS) * len(alone.losses)
         expect(
             each.model.validation_samples <= most,
             f"Rank {rank} evaluated {each.model.validation_samples} samples in {len(each.losses)} epochs. Each rank "
-            f"must evaluate only its share of the {VALIDATION} validation samples.",
+            f"must evaluate only its shard of the {VALIDATION} validation samples.",
         )
         expect(
             len(each.losses) == len(alone.losses)
             and all(abs(a - b) < 1e-5 for a, b in zip(each.losses, alone.losses, strict=True)),
-            f"One process computes the validation losses {_rounded(alone.losses)}, got {_rounded(each.losses)} on rank "
-            f"{rank}.",
+            f"The validation losses must be {_rounded(alone.losses)}, as in one process, got {_rounded(each.losses)} "
+            f"on rank {rank}.",
         )
     for rank, each in enumerate(ranks):
         pairs = zip(each.model.parameters(), alone.model.parameters(), strict=True)
         expect(
             all(torch.allclose(a, b, atol=1e-5) for a, b in pairs),
-            f"The final weights of rank {rank} differ from those of one process.",
+            f"The final weights on rank {rank} differ from the final weights of one process.",
         )
     counts = [len(each.lines) for each in ranks]
     expect(
         counts == [len(alone.losses), *[0] * (RANKS - 1)],
-        f"Only rank 0 must call log, once per epoch. The ranks called it {counts} times in {len(alone.losses)} epochs.",
+        f"Only rank 0 must call log, once in each of {len(alone.losses)} epochs, got {counts} calls on the ranks.",
     )
-    return f"{RANKS} ranks compute the losses and weights of one process, and each does a share of the work."
+    return f"{RANKS} ranks compute the same losses and weights as one process, and each rank processes only its shard."
 
 
 def _rounded(losses: list[float]) -> str:
@@ -276,7 +280,7 @@ def _train_on_ranks(
     optimizer = torch.optim.SGD(model.parameters(), lr=0.2)
     losses: list[float] = []
     for epoch in range(20):
-        random = torch.Generator().manual_seed(epoch)  # the same on all ranks: one order, one noise
+        random = torch.Generator().manual_seed(epoch)  # the same order and noise on all ranks
         for batch in torch.randperm(len(inputs), generator=random).split(24):
             noise = 0.1 * torch.randn(len(batch), 8, generator=random)
             loss = F.mse_loss(model(inputs[batch][own] + noise[own]), targets[batch][own])
@@ -286,11 +290,11 @@ def _train_on_ranks(
         with torch.no_grad():
             errors = (model.module(valid[0][own]) - valid[1][own]) ** 2
         total = torch.stack([errors.sum(), torch.tensor(float(len(errors)))])
-        dist.all_reduce(total)  # sums and counts, because the shares differ in size
+        dist.all_reduce(total)  # sums and counts, because the shards differ in size
         losses.append(float(total[0] / total[1]))
         if world.rank == 0:
             log(f"epoch {epoch}: validation loss {losses[-1]:.4f}")
-        if epoch > 0 and losses[-1] > 0.9 * losses[-2]:  # the same value on all ranks, so all stop here
+        if epoch > 0 and losses[-1] > 0.9 * losses[-2]:  # the same on all ranks, so all ranks stop here
             break
     return losses
 
@@ -298,7 +302,7 @@ def _train_on_ranks(
 def _wrong_training(
     ddp: bool = True, whole_batch: bool = False, own_noise: bool = False, validation: str = "sum", log_all: bool = False
 ) -> Answer:
-    """Return a copy of the solution with one mistake."""
+    """Return a variant of the solution with one mistake."""
 
     def train_on_ranks(
         world: World, make_model: Callable[[], nn.Module], train: Data, valid: Data, log: Callable[[str], None]
@@ -342,8 +346,8 @@ def _wrong_training(
 
 port_training = Exercise(
     task=(
-        "train_on_ranks(world, make_model, train, valid, log): train_alone, ported to DDP. It must compute the same "
-        "validation losses and weights, with a share of the samples on each rank."
+        "train_on_ranks(world, make_model, train, valid, log): port train_alone to DDP. Compute the same validation "
+        "losses and weights, with a shard of the samples on each rank."
     ),
     test=_test_training,
     solution=_train_on_ranks,
@@ -357,9 +361,10 @@ port_training = Exercise(
         "logs on every rank": _wrong_training(log_all=True),
     },
     hints=(
-        "Five things change: the model, the samples of a step, the noise, the validation loss, and the call of log.",
-        "All ranks must draw the order and the noise of the whole batch. Then each rank takes its rows of both.",
-        "The shares of the 31 validation samples differ in size. Use exercise 2: sum errors and counts over the ranks.",
+        "Five things change: the model, the samples per step, the noise, the validation loss, and the call to log.",
+        "All ranks must draw the order and the noise of the whole batch. Each rank then selects its own rows of both.",
+        "The shards of the 31 validation samples differ in size. As in exercise 2, sum errors and counts over "
+        "the ranks.",
         "All ranks must compare the same validation loss, so that all of them leave the loop after the same epoch.",
     ),
 )

@@ -1,4 +1,4 @@
-"""Exercise of the deep dive randomness: dropout whose masks do not depend on ranks or micro-batches."""
+"""Exercise for the deep dive randomness on dropout masks that do not depend on ranks or micro-batches."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -13,13 +13,13 @@ _UNITS, _P = 4000, 0.25
 
 
 def _kept(out: Any, rows: int) -> torch.Tensor:
-    """Return which values were kept, after checks of the shape and the values."""
+    """Check the shape and the values of `out`, and return a mask of the kept values."""
     found = list(out.shape) if isinstance(out, torch.Tensor) else repr(out)
     expect(found == [rows, _UNITS], f"The result must have shape {[rows, _UNITS]}, got {found}.")
     kept = out != 0
     values = sorted(set(out[kept].tolist()))
     right = len(values) == 1 and abs(values[0] - 2 / (1 - _P)) < 1e-4
-    expect(right, f"With values of 2 and p = {_P}, a kept value must become {2 / (1 - _P):.4g}, got {values[:3]}.")
+    expect(right, f"With inputs of 2 and p = {_P}, a kept value must become {2 / (1 - _P):.4g}, got {values[:3]}.")
     return kept
 
 
@@ -32,18 +32,23 @@ def _test_dropout(answer: Answer) -> str:
     after = torch.get_rng_state(), np.random.get_state(legacy=False)["state"]["pos"]
     expect(
         torch.equal(before[0], after[0]) and before[1] == after[1],
-        "Your function changes a global generator, so the number of calls affects everything else that is random.",
+        "Your function changes a global generator, so the number of calls affects all other random numbers.",
     )
     for row, share in enumerate(masks.double().mean(1).tolist()):
-        expect(abs(share - (1 - _P)) < 0.05, f"With p = {_P}, row {row} keeps {share:.0%} of its values.")
+        expect(
+            abs(share - (1 - _P)) < 0.05,
+            f"With p = {_P}, row {row} must keep about {1 - _P:.0%} of its values, got {share:.0%}.",
+        )
     torch.manual_seed(6)
     again = _kept(answer(x, indices, _P, 0, 0), 6)
-    expect(torch.equal(masks, again), "The mask depends on the global generator: a second call returns another mask.")
+    expect(
+        torch.equal(masks, again), "The mask depends on the global generator: a second call returns a different mask."
+    )
     parts = [_kept(answer(x[rows], [indices[row] for row in rows], _P, 0, 0), 2) for rows in ([2, 5], [4, 0], [3, 1])]
     expect(
         torch.equal(torch.cat(parts), masks[[2, 5, 4, 0, 3, 1]]),
-        "If three ranks divide the same 6 samples in a different order, the samples' masks change. A mask may depend "
-        "on the sample's number only, not on its row in `x`.",
+        "If three ranks split the same 6 samples in a different order, the samples' masks change. A mask must "
+        "depend on the sample's index, not on its row in `x`.",
     )
     named = {f"sample {index}": mask for index, mask in zip(indices, masks, strict=True)}
     for seed, step in ((0, 1), (1, 0), (1, 1)):
@@ -52,8 +57,11 @@ def _test_dropout(answer: Answer) -> str:
     masks_of: dict[bytes, str] = {}
     for name, mask in named.items():
         other = masks_of.setdefault(mask.numpy().tobytes(), name)
-        expect(other == name, f"The masks of {other} and {name} are equal (where not mentioned, seed and step are 0).")
-    return "Each sample has its own mask in each step, whichever rank has it, and no global generator has changed."
+        expect(
+            other == name,
+            f"The masks of {other} and {name} must differ, but are equal (seed and step are 0 unless mentioned).",
+        )
+    return "Each sample has its own mask in each step, on any rank, and the global generators are unchanged."
 
 
 def _sample_dropout(x: torch.Tensor, indices: Sequence[int], p: float, seed: int, step: int) -> torch.Tensor:
@@ -65,7 +73,7 @@ def _sample_dropout(x: torch.Tensor, indices: Sequence[int], p: float, seed: int
 def _dropout_with(
     seed_for: Callable[[int, int, int, int], int], *, global_generator: bool = False, scaled: bool = True
 ) -> Answer:
-    """Return dropout with the seed `seed_for(seed, step, index, row)` for a row, or with a different mistake."""
+    """Return a dropout function that seeds each row with `seed_for`, or that makes a different mistake."""
 
     def answer(x: torch.Tensor, indices: Sequence[int], p: float, seed: int, step: int) -> torch.Tensor:
         rows = []
@@ -89,8 +97,9 @@ def _built_in(x: torch.Tensor, indices: Sequence[int], p: float, seed: int, step
 
 sample_dropout = Exercise(
     task=(
-        "sample_dropout(x, indices, p, seed, step): return x with dropout of probability p. The mask of row r depends "
-        "only on seed, step and indices[r], the sample's number. Leave the global generators unchanged."
+        "sample_dropout(x, indices, p, seed, step): apply dropout with probability p to x, and return the result. "
+        "The mask of row r must depend only on seed, step and indices[r], the index of the sample. Leave the global "
+        "generators unchanged."
     ),
     test=_test_dropout,
     solution=_sample_dropout,
@@ -107,8 +116,9 @@ sample_dropout = Exercise(
         "forgets to scale": _dropout_with(lambda seed, step, index, row: seed_of(seed, step, index), scaled=False),
     },
     hints=(
-        "A torch.Generator of its own leaves the global generator unchanged: torch.rand(..., generator=generator).",
-        "Mix the three numbers into one seed, for example with seed_of(seed, step, index). A sum repeats masks.",
+        "A separate torch.Generator leaves the global generator unchanged. Call torch.rand(..., generator=generator).",
+        "Mix the three numbers into one seed, for example with seed_of(seed, step, index). With a sum, "
+        "different samples share masks.",
         "Draw one row per sample, keep the values where the random number is at least p, and divide by 1 - p.",
     ),
 )

@@ -1,4 +1,4 @@
-"""Exercise of deep_dives/reading_data_fast: contiguous ranges of files."""
+"""Exercise for deep_dives/reading_data_fast on contiguous ranges of files."""
 
 from collections.abc import Sequence
 from itertools import accumulate
@@ -26,17 +26,19 @@ def _ranges(answer: Answer, lengths: list[int], rank: int, size: int, where: str
     given = list(lengths)
     found = answer(lengths, rank, size)
     expect(lengths == given, "file_ranges must not change the list `lengths`.")
-    expect(found is not None, "Got None. Return a list of (file, begin, end).")
+    expect(found is not None, "The result must be a list of (file, begin, end), got None.")
     try:
         ranges = [(int(file), int(begin), int(end)) for file, begin, end in found]
     except (TypeError, ValueError) as error:
-        raise WrongAnswerError(f"{where}: expected a list of (file, begin, end), got {found!r}: {error}") from None
+        raise WrongAnswerError(
+            f"{where}: the result must be a list of (file, begin, end), got {found!r}: {error}"
+        ) from None
     for file, begin, end in ranges:
         expect(0 <= file < len(lengths), f"{where}: rank {rank} reads file {file}, which does not exist.")
-        expect(begin != end, f"{where}: rank {rank} returns the empty range {(file, begin, end)}. Leave it out.")
+        expect(begin != end, f"{where}: rank {rank} returns the empty range {(file, begin, end)}. Omit empty ranges.")
         expect(
             0 <= begin < end <= lengths[file],
-            f"{where}: rank {rank} reads rows {begin} to {end} of file {file}, which has {lengths[file]} rows.",
+            f"{where}: rank {rank} reads rows {begin} to {end} of file {file}, which contains {lengths[file]} rows.",
         )
     return ranges
 
@@ -49,24 +51,24 @@ def _test_ranges(answer: Answer) -> str:
         rows = [[starts[file] + n for file, begin, end in part for n in range(begin, end)] for part in parts]
         every = [n for part in rows for n in part]
         missing = sorted(set(range(sum(lengths))) - set(every))
-        expect(not missing, f"{where}: no rank reads {len(missing)} of the rows. The ranges are {parts}.")
+        expect(not missing, f"{where}: {len(missing)} rows are not read by any rank. The ranges are {parts}.")
         expect(len(every) == len(set(every)), f"{where}: some rows are read more than once. The ranges are {parts}.")
         counts = [len(part) for part in rows]
         expect(
             max(counts) - min(counts) <= 1,
-            f"{where}: the ranks' numbers of rows must differ by at most one, got {counts}.",
+            f"{where}: the ranks' row counts must differ by at most one, got {counts}.",
         )
         for rank, part in enumerate(rows):
             expect(
                 part == list(range(part[0], part[0] + len(part))) if part else True,
-                f"{where}: rank {rank} must read one contiguous piece in order, got {parts[rank]}.",
+                f"{where}: rank {rank} must read one contiguous range of rows, in order, got {parts[rank]}.",
             )
             files = [file for file, _, _ in parts[rank]]
             expect(
                 len(files) == len(set(files)),
                 f"{where}: rank {rank} must return one range per file, got {parts[rank]}.",
             )
-    return "Every row is read once, in contiguous pieces whose sizes differ by at most one row."
+    return "Every row is read once, and the ranks read contiguous ranges whose sizes differ by at most one row."
 
 
 def _file_ranges(lengths: Sequence[int], rank: int, size: int) -> list[Range]:
@@ -136,7 +138,7 @@ def _between(lengths: Sequence[int], first: int, last: int) -> list[Range]:
 file_ranges = Exercise(
     task=(
         "file_ranges(lengths, rank, size): return this rank's rows as a list of (file, begin, end). Each rank reads "
-        "one contiguous piece of the concatenated files, and the sizes of the pieces differ by at most one row."
+        "one contiguous range of the concatenated files, and the ranks' row counts differ by at most one."
     ),
     test=_test_ranges,
     solution=_file_ranges,
@@ -153,7 +155,8 @@ file_ranges = Exercise(
     },
     hints=(
         "Which rows of the concatenated files belong to this rank? Rank r begins where rank r - 1 ends.",
-        "first = total * rank // size and last = total * (rank + 1) // size differ by at most one row between ranks.",
+        "With first = total * rank // size and last = total * (rank + 1) // size, the ranks' row counts differ "
+        "by at most one.",
         "A file that starts at row `start` contributes rows max(first - start, 0) to min(last - start, length).",
     ),
 )

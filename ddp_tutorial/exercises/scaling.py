@@ -1,4 +1,4 @@
-"""Exercises of 14_scaling: a fair speedup, an honest interval, and a fair benchmark."""
+"""Exercises for notebook 14_scaling on a fair speedup, an honest confidence interval, and a fair benchmark."""
 
 import math
 import random
@@ -19,7 +19,7 @@ from ddp_tutorial.world import World
 
 
 class Timing(NamedTuple):
-    """A row of a benchmark table. `seconds` is the duration of the run, `evaluating` the part spent on evaluation."""
+    """Row of a benchmark table. `seconds` is the run's duration, and includes the evaluation time `evaluating`."""
 
     ranks: int
     threads: int  # per rank
@@ -35,7 +35,7 @@ TABLE = [
     Timing(ranks=1, threads=2, batch=64, steps=100, seconds=25.0, evaluating=3.2),  # 294
     Timing(ranks=2, threads=1, batch=32, steps=300, seconds=40.5, evaluating=10.5),  # 320
 ]
-# The fastest process has a single thread, as happens with small models, and is not in the first row.
+# The fastest one-process run uses one thread, as is common for small models, and is not in the first row.
 _SMALL = [
     Timing(ranks=2, threads=1, batch=8, steps=50, seconds=3.0, evaluating=1.0),  # 200
     Timing(ranks=1, threads=4, batch=8, steps=100, seconds=9.0, evaluating=1.0),  # 100
@@ -53,13 +53,13 @@ def _test_speed_up(answer: Answer) -> str:
         table = "\n".join(f"  {row}" for row in rows)
         case = f"For\n{table}\nthe result must be {expected} ({sums}), got {got:.4g}.{_why(rows, got)}"
         expect(abs(got - expected) < 1e-6, case)
-    return "The speedup compares the same work, training time only, with the best run on one process."
+    return "The speedup compares training times for the same work, with the best one-process run as the baseline."
 
 
 def _why(rows: Sequence[Timing], got: float) -> str:
-    """Name the usual mistake that gives this number, if there is one."""
+    """Return a hint if a common mistake produces the result `got`, and an empty string otherwise."""
     reasons = {
-        _against_the_first: "the first row with one process is not the fastest one with the same global batch",
+        _against_the_first: "the first one-process row is not the fastest one-process row with the same global batch",
         _with_evaluation: "the seconds include the evaluation",
         _any_batch: "a baseline with a different global batch does different work",
         _ratio_of_seconds: "the rows have different numbers of steps, so compare throughputs",
@@ -111,9 +111,9 @@ def _efficiency(rows: Sequence[Timing]) -> float:
 
 fair_speed_up = Exercise(
     task=(
-        "fair_speed_up(rows): return the factor by which two ranks train faster than the best one-process run that "
-        "does the same work. A row has ranks, threads, batch (over all ranks), steps, seconds, and evaluating (the "
-        "part of the seconds spent on evaluation)."
+        "fair_speed_up(rows): return the speedup of two ranks over the best one-process run that does the same "
+        "work. A row contains ranks, threads, batch (over all ranks), steps, seconds, and evaluating (the part of "
+        "the seconds spent on evaluation)."
     ),
     test=_test_speed_up,
     solution=_fair_speed_up,
@@ -127,7 +127,7 @@ fair_speed_up = Exercise(
     hints=(
         "The two rows to compare must have the same batch, but may have different numbers of threads.",
         "The throughput is batch * steps / (seconds - evaluating).",
-        "Among the rows with ranks == 1 and the batch of the two ranks, take the one with the highest throughput.",
+        "Among the rows with ranks == 1 and the same batch as the two ranks, take the row with the highest throughput.",
     ),
 )
 
@@ -140,7 +140,7 @@ _TRUE_SPEEDUP = 1.7
 
 
 def _experiment(generator: random.Random, count: int) -> list[tuple[list[float], list[float]]]:
-    """Simulate `count` launches. A launch slows down both arms, and each arm on its own; turns differ little."""
+    """Simulate `count` launches. Step times vary by launch, by arm within a launch, and little by turn."""
     launches = []
     for _ in range(count):
         both = math.exp(generator.gauss(0, 0.3))
@@ -167,14 +167,15 @@ def _test_honest_interval(answer: Answer) -> str:
         found = contained / _EXPERIMENTS
         expect(
             found >= 0.86,
-            f"{case}, the interval must contain the true speedup with a probability of at least 90 %, got {found:.0%}. "
-            "The turns of a launch are not independent, and the speedup is the baseline's time divided by the ranks'.",
+            f"{case}, the interval must contain the true speedup with a probability of at least 90 %, got "
+            f"{found:.0%}. The turns of a launch are not independent. The speedup is the baseline's step time "
+            "divided by the ranks' step time.",
         )
         factor = statistics.median(widths) / statistics.median(honest)
         expect(
             factor < 1.6,
             f"{case}, the interval is {factor:.1f} times as wide as necessary. Compare the arms within each launch. "
-            "With many launches, the largest and smallest values are not needed.",
+            "With many launches, omit the largest and smallest ratios.",
         )
     return "Your interval treats each launch as one independent value, and compares the arms within it."
 
@@ -217,9 +218,9 @@ def _inverted(launches: Launches) -> Interval:
 
 honest_interval = Exercise(
     task=(
-        "honest_interval(launches): each launch is a pair (baseline, ranks) of lists of seconds per step. Return "
-        "(low, high), an interval that contains the true median speedup with a probability of at least 90 %, for any "
-        "number of launches from 5."
+        "honest_interval(launches): each launch is a pair (baseline, ranks) of lists of step times in seconds. "
+        "Return an interval (low, high) that contains the true median speedup with a probability of at least 90 %, "
+        "for any number of launches that is at least 5."
     ),
     test=_test_honest_interval,
     solution=_honest_interval,
@@ -231,10 +232,11 @@ honest_interval = Exercise(
         "divides the other way round": _inverted,
     },
     hints=(
-        "Reduce each launch to one number: the ratio of the two medians.",
+        "Reduce each launch to the ratio of its two medians.",
         "With five launches, return the smallest and the largest ratio. With 20 launches, that interval is too wide.",
-        "Sort the n ratios and leave out k at each end. The interval misses the median if at most k of n coins show "
-        "heads, or at most k show tails. Increase k while the probability stays at 90 % or more.",
+        "Sort the n ratios, and omit k ratios at each end. The interval misses the median if at most k of n coins "
+        "show heads, or at most k show tails. Increase k while the interval contains the median with a probability "
+        "of at least 90 %.",
     ),
 )
 
@@ -243,17 +245,17 @@ honest_interval = Exercise(
 Arms = Mapping[str, Callable[[], None]]
 Benchmark = Callable[[Arms, int, Callable[[], None]], dict[str, list[float]]]
 _TURNS = 4
-_START, _WORK, _STRAGGLER = 1.5, 0.1, 0.3  # seconds: of the first step, of a step, and of a step on the slow rank
+_START, _WORK, _STRAGGLER = 1.5, 0.1, 0.3  # seconds for the first step, a step, and a step on the slow rank
 
 
 class _Device:
-    """A simulated accelerator. Its work runs in the background, one piece after the other."""
+    """Simulated accelerator that runs its work sequentially in the background."""
 
     def __init__(self) -> None:
         self.done, self.calls = 0.0, list[str]()
 
     def arm(self, name: str, first: float, later: float) -> Callable[[], None]:
-        """Return a step that takes `first` seconds in the first call, and `later` seconds in the others."""
+        """Return a step function that takes `first` seconds in the first call, and `later` seconds in later calls."""
 
         def step() -> None:
             seconds = later if name in self.calls else first
@@ -291,7 +293,8 @@ def _test_fair_benchmark(answer: Answer) -> str:
     counts = {name: calls.count(name) for name in names}
     expect(
         min(counts.values()) > _TURNS,
-        f"The first step of each arm is a warm-up and must not be measured, got {counts} steps for {_TURNS} turns.",
+        f"The first step of each arm is a warm-up and must not be measured, so {_TURNS} turns require more than "
+        f"{_TURNS} steps per arm, got {counts}.",
     )
     switches = sum(a != b for a, b in pairwise(calls))
     expect(
@@ -301,7 +304,7 @@ def _test_fair_benchmark(answer: Answer) -> str:
     places = {name: {calls[i : i + 3].index(name) for i in range(0, len(calls) - 2, 3)} for name in names[::2]}
     expect(
         any(len(each) > 1 for each in places.values()),
-        "The order of the arms must change from turn to turn. Otherwise, each arm always follows the same other arm.",
+        "The order of the arms must change from turn to turn. Otherwise, each arm always follows the same arm.",
     )
     expect(
         min(seconds["steady"]) >= _WORK,
@@ -311,7 +314,7 @@ def _test_fair_benchmark(answer: Answer) -> str:
     expect(
         min(seconds["straggler"]) >= _STRAGGLER,
         f"The arm 'straggler' takes {_STRAGGLER} s on rank 1, got {min(seconds['straggler']):.4f} s on rank 0. The "
-        "slowest rank determines the time.",
+        "slowest rank determines the step time.",
     )
     slowest = max(max(each) for each in seconds.values())
     expect(
@@ -319,8 +322,11 @@ def _test_fair_benchmark(answer: Answer) -> str:
         f"Only the warm-up of the arm 'slow start' takes {_START} s, got a turn of {slowest:.2f} s. Wait until the "
         "device is idle before you start the timer.",
     )
-    expect(seconds == other, "Both ranks must return identical numbers, such as the maximum over the ranks.")
-    return "Your benchmark is fair: it excludes the warm-up, takes turns, and waits for the device and for all ranks."
+    expect(seconds == other, "Both ranks must return the same numbers, for example the maximum over the ranks.")
+    return (
+        "Your benchmark is fair: it excludes the warm-up, alternates between the arms, and waits for the device and "
+        "for all ranks."
+    )
 
 
 def _fair_benchmark(arms: Arms, turns: int, synchronize: Callable[[], None]) -> dict[str, list[float]]:
@@ -331,7 +337,7 @@ def _fair_benchmark(arms: Arms, turns: int, synchronize: Callable[[], None]) -> 
             begin = time.perf_counter()
             arms[name]()
             synchronize()
-            dist.barrier()  # until the slowest rank is done
+            dist.barrier()  # waits until the slowest rank is done
             elapsed = torch.tensor(time.perf_counter() - begin, dtype=torch.float64)
             dist.all_reduce(elapsed, op=dist.ReduceOp.MAX)
             if turn > 0:  # the first turn is the warm-up
@@ -352,7 +358,7 @@ def _benchmark_with(
     agree: bool = True,
     wait_in_warm_up: bool = True,
 ) -> dict[str, list[float]]:
-    """Run the solution with one part changed."""
+    """Run a variant of the solution with one change."""
     seconds: dict[str, list[float]] = {name: [] for name in arms}
     order = [
         (turn, name) for turn in range(turns + warm_up) for name in list(arms)[:: -1 if reverse and turn % 2 else 1]
@@ -378,8 +384,8 @@ def _benchmark_with(
 fair_benchmark = Exercise(
     task=(
         "fair_benchmark(arms, turns, synchronize): arms maps names to functions that start one step on this rank's "
-        "device. synchronize() waits until the device is done. Return a dict that maps each name to a list of `turns` "
-        "numbers: the seconds of a step until all ranks are done, identical on all ranks."
+        "device. synchronize() waits until the device is done. Return a dict that maps each name to a list of "
+        "`turns` step times in seconds, measured until all ranks are done. The dict must be identical on all ranks."
     ),
     test=_test_fair_benchmark,
     solution=_fair_benchmark,
@@ -393,8 +399,8 @@ fair_benchmark = Exercise(
         "returns each rank's own clock": partial(_benchmark_with, agree=False),
     },
     hints=(
-        "Write one loop over the turns, and inside it one loop over the arms. The first turn is the warm-up.",
-        "Before the timer starts and before it stops, all ranks must be done: synchronize(), then dist.barrier().",
+        "Write a loop over the turns, and inside it a loop over the arms. The first turn is the warm-up.",
+        "All ranks must be done before the timer starts and before it stops. Call synchronize(), then dist.barrier().",
         "Reverse the order of the arms in every second turn. Take the maximum over the ranks with dist.all_reduce.",
     ),
 )

@@ -1,4 +1,4 @@
-"""Exercises of 17_sharded_state: the stage that fits, a minimal reduce-scatter, ZeRO-3 for any module, and ZeRO-2."""
+"""Exercises for 17_sharded_state on the first stage that fits, a minimal reduce-scatter, ZeRO-3, and ZeRO-2."""
 
 import gc
 import time
@@ -48,8 +48,8 @@ def _test_fits(answer: Answer) -> str:
         sizes = ", ".join(f"{name} {nbytes / _GB:g}" for name, nbytes in needed.items())
         expect(
             got == right,
-            f"{parameters / _GB:g} billion parameters, {ranks} ranks with {memory / _GB:g} GB each: must be {right!r}, "
-            f"got {got!r}. A rank needs (in GB): {sizes}.",
+            f"With {parameters / _GB:g} billion parameters and {ranks} ranks with {memory / _GB:g} GB each, the "
+            f"result must be {right!r}, got {got!r}. Memory per rank in GB: {sizes}.",
         )
     return "This is a computed lower bound; activations and temporarily gathered parameters need additional memory."
 
@@ -63,7 +63,7 @@ def _first_that_fits(parameters: int, ranks: int, memory: int) -> str | None:
 
 
 def _first(parameters: int, ranks: int, memory: int, needed: Callable[[int], list[float]]) -> str | None:
-    """Return the first stage that fits. `needed` returns the bytes per parameter of each stage."""
+    """Return the first stage that fits. `needed(ranks)` returns the bytes per parameter for each stage."""
     fits = [name for name, each in zip(_STAGES, needed(ranks), strict=True) if parameters * each <= memory]
     return fits[0] if fits else None
 
@@ -91,7 +91,8 @@ def _the_last_that_fits(parameters: int, ranks: int, memory: int) -> str | None:
 first_that_fits = Exercise(
     task=(
         "first_that_fits(parameters, ranks, memory): return the first of 'ddp', 'zero1', 'zero2', 'zero3' for which "
-        "parameters, gradients and Adam's state, all in float32, fit in `memory` bytes per rank, or None."
+        "parameters, gradients and Adam's state, all in float32, fit in `memory` bytes per rank, or None if no "
+        "stage fits."
     ),
     test=_test_fits,
     solution=_first_that_fits,
@@ -103,9 +104,10 @@ first_that_fits = Exercise(
         "returns the last stage that fits": _the_last_that_fits,
     },
     hints=(
-        "A parameter takes 4 bytes, its gradient 4, and Adam's two averages 8. Which of them does each stage shard?",
+        "A parameter requires 4 bytes, its gradient 4 bytes, and Adam's two averages 8 bytes. Which tensors "
+        "does each stage shard?",
         "Per parameter, zero1 needs 4 + 4 + 8 / ranks bytes, zero2 4 + (4 + 8) / ranks, zero3 (4 + 4 + 8) / ranks.",
-        "Go through the stages in order, and return the first one that needs at most `memory` bytes.",
+        "Check the stages in order, and return the first stage that needs at most `memory` bytes.",
     ),
 )
 
@@ -117,7 +119,7 @@ _LENGTH = 5_000  # elements per row
 def _test_scatter(answer: Answer) -> str:
     for size in (2, 3):
         on_ranks(_scatter, size, answer, stuck="Your reduce-scatter did not return.", timeout=30)
-    return "Each rank has the sum of its row, and sent one row to each other rank."
+    return "Each rank returns the sum of its row, and sends one row to every other rank."
 
 
 def _scatter(world: World, answer: Answer) -> None:
@@ -135,16 +137,16 @@ def _scatter(world: World, answer: Answer) -> None:
         )
     expect(
         torch.equal(got, expected),
-        f"On {world.size} ranks, rank {world.rank} must have the sum of row {world.rank} over all ranks, "
+        f"On {world.size} ranks, rank {world.rank} must return the sum of row {world.rank} over all ranks, "
         f"{numbers(expected[:1])}, got {numbers(got[:1])}.",
     )
-    each = {"all_reduce": 2 / world.size, "all_gather": 1.0}  # copies of a byte sent to each other rank
+    each = {"all_reduce": 2 / world.size, "all_gather": 1.0}  # elements sent per input element to every other rank
     sent = sum((world.size - 1) * each.get(call.op, 1 / world.size) * _elements(call.sizes) for call in entered)
     least = (world.size - 1) * _LENGTH
     expect(
         sent <= 1.01 * least,
-        f"The sum is right, but rank {world.rank} sent {sent / least:.1f} times the necessary bytes. torch's flight "
-        f"recorder reports these collectives: {', '.join(call.what for call in entered)}.",
+        f"The sum is right, but rank {world.rank} sent {sent / least:.1f} times as many bytes as necessary. "
+        f"PyTorch's flight recorder reports these collectives: {', '.join(call.what for call in entered)}.",
     )
 
 
@@ -195,8 +197,9 @@ def _averages(rows: torch.Tensor) -> torch.Tensor:
 
 reduce_scatter = Exercise(
     task=(
-        "reduce_scatter(rows): `rows` has shape [W, n] on each of W ranks. On rank r, return the sum of row r over all "
-        "ranks, shape [n], and send at most one row to each other rank. gloo's own reduce-scatter sends twice as much."
+        "reduce_scatter(rows): `rows` has shape [W, n] on each of W ranks. On rank r, return the sum of row r over "
+        "all ranks, a tensor of shape [n]. Send at most one row to every other rank. Gloo's own reduce-scatter "
+        "sends twice as many bytes."
     ),
     test=_test_scatter,
     solution=_reduce_scatter,
@@ -209,7 +212,7 @@ reduce_scatter = Exercise(
         "averages": _averages,
     },
     hints=(
-        "Rank r needs only row r of every rank. Which collective sends different data to every rank?",
+        "Rank r needs only row r from every rank. Which collective sends different data to every rank?",
         "dist.all_to_all_single(received, rows) sends row k of `rows` to rank k; row k of `received` is from rank k.",
         "Then sum the received rows: received.sum(0).",
     ),
@@ -221,7 +224,7 @@ reduce_scatter = Exercise(
 def _test_sharded(answer: Answer) -> str:
     for size in (2, 3):
         on_ranks(_check_sharded_module, size, answer, stuck="Your sharded module did not return.", timeout=60)
-    return "The gradients are those of one process, and between uses, no rank holds more than its piece."
+    return "The gradients match those of one process, and between uses, no rank holds more than its shard."
 
 
 def _module() -> nn.Module:
@@ -253,7 +256,11 @@ def _check_sharded_module(world: World, answer: Answer) -> None:
             y = forward(x)
         same = torch.allclose(y, right[world.rank], atol=1e-5)
         expect(same, f"In step {step}, the output of forward on {where} differs from module(x).")
-        expect(kept.nbytes < whole / 4, f"After forward, autograd keeps {_part(kept.nbytes, whole)} for backward.")
+        expect(
+            kept.nbytes < whole / 4,
+            f"After forward, autograd keeps {_part(kept.nbytes, whole)} for backward, but must keep less than a "
+            "quarter.",
+        )
         _expect_piece(before + gradient.nbytes, whole, world, "Between forward and backward")
         y.square().sum().backward()
         _expect_gradients(piece.grad, x.grad, gradient, all_x.grad, world)
@@ -261,7 +268,7 @@ def _check_sharded_module(world: World, answer: Answer) -> None:
             piece.sub_(0.01 * _piece_of(gradient, world))
             for parameter, part in zip(truth.parameters(), gradient.split(sizes), strict=True):
                 parameter.sub_(0.01 * part.view_as(parameter))
-            del part  # a view that would keep the whole gradient alive
+            del part  # this view would keep the whole gradient alive
         piece.grad = None
         _expect_piece(before + gradient.nbytes, whole, world, "After backward")
 
@@ -278,7 +285,7 @@ def _live() -> int:
     gc.collect()
     return sum(
         live.nbytes for kind, live in live_tensors().items() if kind.device != "meta"
-    )  # meta tensors have no memory
+    )  # meta tensors use no memory
 
 
 def _part(nbytes: float, whole: int) -> str:
@@ -289,17 +296,17 @@ _RELEASE_SECONDS = 2.0
 
 
 def _expect_piece(ours: int, whole: int, world: World, when: str) -> None:
-    """Raise `WrongAnswerError` if the rank still holds more than its piece after `_RELEASE_SECONDS`.
+    """Raise `WrongAnswerError` if the rank still holds more than its shard after `_RELEASE_SECONDS`.
 
-    Of the live bytes, `ours` belong to the check. Gloo's thread may release a collective's tensors some time after the
-    collective is complete.
+    The check itself uses `ours` of the live bytes. Gloo's thread may release a collective's tensors some time after the
+    collective has completed.
     """
     most, deadline = whole / world.size + whole / 4, time.monotonic() + _RELEASE_SECONDS
     while (held := _live() - ours) > most and time.monotonic() < deadline:
         time.sleep(0.01)
     expect(
         held <= most,
-        f"{when}, rank {world.rank} of {world.size} holds {_part(held, whole)}; its piece is "
+        f"{when}, rank {world.rank} of {world.size} holds {_part(held, whole)}, but its shard is only "
         f"{_part(whole / world.size, whole)}.",
     )
 
@@ -314,7 +321,7 @@ def _expect_gradients(
         raise WrongAnswerError(f"After backward, {missing} is None on {where}.")
     expect(
         torch.allclose(got, right, atol=1e-4),
-        f"piece.grad on {where} must be its piece of the gradient summed over ranks, starting with "
+        f"piece.grad on {where} must be the rank's shard of the gradient summed over ranks, starting with "
         f"{numbers(right[:3])}, got {numbers(got[:3])}.",
     )
     expect(torch.allclose(of_x, all_x[world.rank], atol=1e-4), f"The gradient of the input on {where} is wrong.")
@@ -326,7 +333,7 @@ def _sharded_module(module: nn.Module, world: World) -> tuple[nn.Parameter, Call
     flat = torch.cat([parameter.detach().flatten() for parameter in module.parameters()])
     rows = F.pad(flat, (0, -len(flat) % world.size)).view(world.size, -1)
     piece = nn.Parameter(rows[world.rank].clone())
-    module.to("meta")  # keeps the structure, frees the memory
+    module.to("meta")  # keeps the structure, and frees the memory
 
     def gather(piece: torch.Tensor) -> torch.Tensor:
         whole = piece.new_empty(world.size * len(piece))
@@ -342,7 +349,7 @@ def _sharded_module(module: nn.Module, world: World) -> tuple[nn.Parameter, Call
         @staticmethod
         def forward(ctx: Any, x: torch.Tensor, piece: torch.Tensor) -> Any:
             ctx.save_for_backward(x, piece)
-            return run(x, gather(piece))  # autograd is off here, so nothing is kept
+            return run(x, gather(piece))  # autograd is disabled here, so nothing is saved
 
         @staticmethod
         def backward(ctx: Any, gradient: torch.Tensor) -> Any:
@@ -438,10 +445,10 @@ def _with(**mistake: Any) -> Answer:
 
 sharded_module = Exercise(
     task=(
-        "sharded_module(module, world): return (piece, forward). `piece` is an nn.Parameter: this rank's 1/W of the "
-        "vector of all parameters of `module`, concatenated and padded with zeros. forward(x) returns module(x); after "
-        "backward, piece.grad is the rank's piece of the gradient summed over ranks. Between uses, and between forward "
-        "and backward, a rank holds only its piece."
+        "sharded_module(module, world): return (piece, forward). `piece` is an nn.Parameter that contains this "
+        "rank's 1/W of the parameters of `module`, concatenated into a vector and padded with zeros. forward(x) "
+        "returns module(x). After backward, piece.grad is this rank's shard of the gradient summed over ranks. "
+        "Between uses, and between forward and backward, a rank holds only `piece`."
     ),
     test=_test_sharded,
     solution=_sharded_module,
@@ -455,12 +462,15 @@ sharded_module = Exercise(
         "forgets the gradient of the input": _with(of_input=False),
     },
     hints=(
-        "Autograd keeps saved tensors until backward. Your own torch.autograd.Function controls what is saved.",
-        "In forward, save x and the piece, gather, and compute. In backward, gather again and rerun forward with grad.",
-        "torch.func.functional_call(module, named, x) computes with the given parameters; module.to('meta') frees the "
-        "module's own. torch.autograd.grad(y, (x, whole), gradient) returns both gradients.",
-        "Concatenate the flattened parameters with torch.cat, F.pad to a multiple of W, and use row r on rank r. "
-        "dist.all_gather_into_tensor restores the vector, and dist.reduce_scatter_tensor reduces its gradient.",
+        "Autograd keeps saved tensors until backward. In a custom torch.autograd.Function, you choose which "
+        "tensors are saved.",
+        "In forward, save x and `piece`, gather the parameters, and compute the output. In backward, gather "
+        "again, and rerun forward with gradients enabled.",
+        "torch.func.functional_call(module, named, x) computes with the given parameters; module.to('meta') frees "
+        "the module's own parameters. torch.autograd.grad(y, (x, whole), gradient) returns both gradients.",
+        "Concatenate the flattened parameters with torch.cat, pad the vector to a multiple of W with F.pad, and use "
+        "row r on rank r. dist.all_gather_into_tensor restores the vector, and dist.reduce_scatter_tensor reduces "
+        "its gradient.",
     ),
 )
 
@@ -472,8 +482,8 @@ _STEPS = ("the same layers on all ranks", "a rank that starts late", "layers in 
 
 def _test_gradients(answer: Answer) -> str:
     for size in (2, 3):
-        on_ranks(_check_gradients, size, answer, stuck="Your ZeRO-2 did not finish.", timeout=60)
-    return "Each rank has its piece of the summed gradients, and buckets are reduced during the backward pass."
+        on_ranks(_check_gradients, size, answer, stuck="Your ZeRO-2 implementation did not return.", timeout=60)
+    return "Each rank returns its shard of the summed gradients, and buckets are reduced during the backward pass."
 
 
 class _Layers(nn.Module):
@@ -483,7 +493,7 @@ class _Layers(nn.Module):
         self.layers = nn.ModuleList(nn.Linear(_WIDTH, _WIDTH) for _ in range(_LAYERS))
 
     def forward(self, x: torch.Tensor, order: list[int], first: Callable[[], None] | None = None) -> torch.Tensor:
-        """Apply the layers in `order`. In the backward pass, call `first` before the gradients of the first layer."""
+        """Apply the layers in `order`. In the backward pass, call `first` before the first layer's gradients."""
         for number in order:
             x = self.layers[number](x)
             if number == order[0] and first is not None:
@@ -521,11 +531,14 @@ def _check_gradients(world: World, answer: Answer) -> None:
         )
         _expect_rows(got, right, f"With {step}, rank {world.rank} of {world.size}")
         full = [name for name, parameter in model.named_parameters() if parameter.grad is not None]
-        expect(not full, f"After finish, .grad must be None, but rank {world.rank} keeps that of {', '.join(full)}.")
+        expect(
+            not full,
+            f"After finish, .grad must be None, but rank {world.rank} keeps the gradients of {', '.join(full)}.",
+        )
 
 
 def _arrives(key: str) -> bool:
-    """Return whether rank 0 sets `key` soon."""
+    """Return whether rank 0 sets `key` within `_STRAGGLER_SECONDS`."""
     try:
         default_store().wait([key], timedelta(seconds=_STRAGGLER_SECONDS))
     except RuntimeError:  # includes torch's DistStoreError
@@ -549,8 +562,8 @@ def _expect_overlap(model: _Layers, before: list[int]) -> None:
     entered = len(calls(2_000)) - before[0]
     expect(
         entered >= _LAYERS - 2,
-        f"In the backward pass, {_LAYERS - 1} buckets have all gradients before the first layer's arrive, but only "
-        f"{entered} reductions have started. Start each one as soon as its bucket is complete.",
+        f"In the backward pass, {_LAYERS - 1} buckets are complete before the first layer's gradients arrive, but "
+        f"only {entered} reductions have started. Start each reduction as soon as its bucket is complete.",
     )
     full = [p for layer in list(model.layers)[2:] for p in layer.parameters() if p.grad is not None]
     expect(not full, "When a bucket's reduction has started, set .grad of its parameters to None.")
@@ -567,7 +580,7 @@ def _expect_rows(got: Any, right: list[torch.Tensor], where: str) -> None:
     for number, (row, expected) in enumerate(zip(got, right, strict=True)):
         expect(
             torch.allclose(row, expected, atol=1e-4),
-            f"{where} must have row {numbers(expected[:3])}... of bucket {number}, got {numbers(row[:3])}...",
+            f"{where} must return the row {numbers(expected[:3])}... for bucket {number}, got {numbers(row[:3])}...",
         )
 
 
@@ -671,10 +684,11 @@ def _zero2_with(**mistake: Any) -> Answer:
 sharded_gradients = Exercise(
     task=(
         "sharded_gradients(buckets, world): return a function finish(). `buckets` is a list of lists of parameters, "
-        "approximately in the order of the backward pass. During the backward pass, start the reduction of each bucket "
-        "when it is complete, in the order of the list, and set .grad to None. After the backward pass, finish() waits "
-        "and returns one tensor per bucket: this rank's 1/W of the concatenated gradients, padded with zeros and "
-        "summed over ranks. A missing gradient counts as zero. Both are used in every step."
+        "approximately in the order of the backward pass. During the backward pass, start the reduction of each "
+        "bucket when the bucket is complete, in the order of the list, and set .grad to None. After the backward "
+        "pass, finish() waits for the reductions and returns one tensor per bucket, which contains this rank's 1/W "
+        "of the concatenated gradients, padded with zeros and summed over ranks. A missing gradient counts as zero. "
+        "Every step calls finish() once."
     ),
     test=_test_gradients,
     solution=_sharded_gradients,
@@ -689,9 +703,10 @@ sharded_gradients = Exercise(
     },
     hints=(
         "parameter.register_post_accumulate_grad_hook(f) calls f(parameter) when its gradient is complete.",
-        "Keep the set of missing parameters of each bucket. A rank may complete bucket 2 before bucket 1, but all "
-        "ranks must start the reductions in the same order.",
+        "For each bucket, keep the set of parameters without a gradient. A rank may complete bucket 2 before bucket "
+        "1, but all ranks must start the reductions in the same order.",
         "dist.reduce_scatter_tensor(row, rows, async_op=True) returns a work object. Call its wait() in finish.",
-        "finish first starts the buckets that are still incomplete on this rank, with zeros for missing gradients.",
+        "In finish, first start the reductions of the buckets that are still incomplete on this rank, with "
+        "zeros for missing gradients.",
     ),
 )

@@ -1,4 +1,4 @@
-"""Exercises of 07_sharding_data: a guard against wrong shards, exact evaluation, and a resumable sampler."""
+"""Exercises for 07_sharding_data on a guard against wrong shards, exact evaluation, and a resumable sampler."""
 
 import json
 from collections import Counter
@@ -16,23 +16,23 @@ from ddp_tutorial.world import World
 
 # ------------------------------------------------------------------------------------- 1. a guard against wrong shards
 
-# Name, and the indices of each of 3 ranks for 7 samples.
+# Description, and the indices that each of 3 ranks reads from 7 samples.
 _SHARDS: tuple[tuple[str, list[list[int]]], ...] = (
     ("each sample is read once", [[0, 3, 6], [1, 4], [2, 5]]),
     ("each sample is read once, in a different order", [[6, 5], [4, 0, 3], [2, 1]]),
     ("rank 2 has no samples, and each sample is read once", [[0, 1, 2, 3], [4, 5, 6], []]),
     ("every rank reads all samples", [list(range(7))] * 3),
-    ("samples 0 and 1 are repeated, as DistributedSampler does", [[0, 3, 6], [1, 4, 0], [2, 5, 1]]),
+    ("samples 0 and 1 are repeated, as in DistributedSampler", [[0, 3, 6], [1, 4, 0], [2, 5, 1]]),
     ("sample 6 is skipped", [[0, 3], [1, 4], [2, 5]]),
     ("sample 0 is repeated and sample 6 is skipped", [[0, 3], [1, 4, 0], [2, 5]]),
     ("rank 1 reads sample 4 twice", [[0, 3, 6], [1, 4, 4], [2, 5]]),
     ("rank 0 reads sample 7 instead of sample 6", [[0, 3, 7], [1, 4], [2, 5]]),
 )
-_VALID = 3  # the first shards are right
+_VALID = 3  # the first cases are correct
 
 
 def _run_check(world: World, answer: Answer) -> list[tuple[bool, object]]:
-    """Return, for each of the shards, whether this rank's answer raised `ValueError`, and what it returned."""
+    """Return, for each case, whether the answer raised `ValueError` on this rank, and the result of the answer."""
     found: list[tuple[bool, object]] = []
     for _, shards in _SHARDS:
         indices = list(shards[world.rank])
@@ -55,7 +55,7 @@ def _test_check(answer: Answer) -> str:
         who = [rank for rank, each in enumerate(raised) if each]
         where = f"7 samples, the ranks read {shards}: {name}"
         if number < _VALID:
-            expect(not who, f"{where}. No rank must raise, but ranks {who} do.")
+            expect(not who, f"{where}. No rank must raise ValueError, but ranks {who} do.")
         else:
             expect(who != [], f"{where}. Every rank must raise ValueError, but no rank does.")
             expect(
@@ -63,7 +63,7 @@ def _test_check(answer: Answer) -> str:
                 f"{where}. Every rank must raise ValueError, but only ranks {who} do. The other ranks would continue "
                 "and wait for them in the next collective.",
             )
-    return "Every rank raises for wrong shards, and no rank raises for right ones."
+    return "Every rank raises ValueError for wrong shards, and no rank raises it for correct shards."
 
 
 def _check_shards(world: World, indices: Sequence[int], samples: int) -> None:
@@ -140,7 +140,7 @@ check_shards = Exercise(
         "returns the result instead of raising": _returns_a_bool,
     },
     hints=(
-        "A rank knows only its own indices. Which collective gives every rank the indices of all ranks?",
+        "A rank knows only its own indices. Which collective sends the indices of all ranks to every rank?",
         "dist.all_gather_object(shards, indices) fills a list of world.size elements on every rank.",
         "Sort all indices and compare them with list(range(samples)). Every rank computes the same result.",
     ),
@@ -148,7 +148,7 @@ check_shards = Exercise(
 
 # -------------------------------------------------------------------------------------------------- 2. evaluate exactly
 
-_SETS = (8, 7, 5, 1)  # numbers of samples for 3 ranks: not divisible, and fewer than ranks
+_SETS = (8, 7, 5, 1)  # sample counts for 3 ranks: not divisible by 3, and fewer samples than ranks
 
 
 def _loss(sample: int) -> float:
@@ -171,15 +171,15 @@ def _run_evaluate(world: World, answer: Answer) -> list[tuple[object, list[list[
 
 
 def _test_evaluate(answer: Answer) -> str:
-    stuck = "A rank waits forever for the others. Every rank must enter the same collectives equally often."
+    stuck = "A rank waits forever for the others. Every rank must enter the same collectives the same number of times."
     ranks = on_ranks(_run_evaluate, 3, answer, stuck=stuck, timeout=60)
     for number, samples in enumerate(_SETS):
         calls = ranks[0][number][1]
         times = [len(called) for called in calls]
         expect(
             len(set(times)) == 1,
-            f"With {samples} samples, the 3 ranks call loss_of {times} times. loss_of contains a collective, so a rank "
-            "with more calls would wait forever. Pad with copies until all ranks make the same number of calls.",
+            f"With {samples} samples, the 3 ranks must call loss_of the same number of times, got {times} calls. "
+            "loss_of contains a collective, so a rank with more calls would wait forever. Pad with repeated samples.",
         )
         missing = sorted(set(range(samples)) - {sample for called in calls for sample in called})
         expect(not missing, f"With {samples} samples on 3 ranks, no rank evaluates samples {missing}.")
@@ -199,18 +199,18 @@ def _test_evaluate(answer: Answer) -> str:
             evaluated = [_loss(sample) for called in calls for sample in called]
             found = ""
             if abs(got - sum(evaluated) / len(evaluated)) < 1e-4:
-                found = f" This mean counts {copies} copies too."
+                found = f" This mean includes the {copies} padding calls, too."
             raise WrongAnswerError(
                 f"The mean loss of {samples} samples must be {mean:.4f}, got {got:.4f} on rank {rank}.{found}"
             )
-    return "All ranks make the same number of calls, each sample counts once, and every rank has the right mean."
+    return "All ranks make the same number of calls, each sample counts once, and every rank returns the correct mean."
 
 
 def _evaluate(world: World, samples: int, loss_of: "Callable[[int], torch.Tensor]") -> float:
     loss_sum = torch.tensor(0.0)
     for first in range(0, samples, world.size):
         mine = first + world.rank
-        loss = loss_of(mine if mine < samples else 0)  # or a copy, so that all ranks make the same number of calls
+        loss = loss_of(mine if mine < samples else 0)  # padding: all ranks must make the same number of calls
         if mine < samples:
             loss_sum += loss
     dist.all_reduce(loss_sum)
@@ -260,8 +260,8 @@ def _past_the_end(world: World, samples: int, loss_of: Callable[[int], torch.Ten
 
 evaluate = Exercise(
     task=(
-        "evaluate(world, samples, loss_of): return, on every rank, the mean of loss_of(sample) over the samples 0 to "
-        "samples - 1. Split the work; all ranks must make the same number of calls to loss_of."
+        "evaluate(world, samples, loss_of): return, on every rank, the mean of loss_of(sample) over the samples 0 "
+        "to samples - 1. Split the work between the ranks. All ranks must make the same number of calls to loss_of."
     ),
     test=_test_evaluate,
     solution=_evaluate,
@@ -275,17 +275,18 @@ evaluate = Exercise(
         "reads past the end of the data": _past_the_end,
     },
     hints=(
-        "Pad the calls, not the mean: evaluate a copy, and discard its loss.",
-        "In round k, this rank's sample is k * world.size + world.rank. If it does not exist, evaluate another one.",
+        "Pad the calls, not the mean: evaluate a repeated sample, and discard its loss.",
+        "In round k, this rank's sample is k * world.size + world.rank. If this sample does not exist, evaluate "
+        "a different sample.",
         "Sum the losses of real samples only, dist.all_reduce the sum over the ranks, and divide by `samples`.",
     ),
 )
 
-# -------------------------------------------------------------------------------------- 3. a resumable sampler of steps
+# ------------------------------------------------------------------------------------------ 3. a resumable step sampler
 
 _WORLDS = (1, 2, 3, 4)
 _SHAPES = ((24, 6), (23, 6), (19, 6), (7, 4), (5, 8), (1, 4))  # samples, and samples per step
-_MANY = 60  # steps; an answer that yields more in an epoch never stops
+_MANY = 60  # maximum number of steps in an epoch; an answer that yields more never stops
 
 State = dict[str, Any]
 
@@ -300,14 +301,14 @@ def _steps_left(sampler: Any, where: str) -> list[list[int]]:
         steps = list(islice(iter(sampler), _MANY))
     except TypeError as error:
         raise WrongAnswerError(
-            f"{where}: __iter__ must iterate over the remaining steps, for example with yield. {error}"
+            f"{where}: __iter__ must return an iterator over the remaining steps, for example by using yield. {error}"
         ) from None
     expect(len(steps) < _MANY, f"{where}: the sampler yields at least {_MANY} steps. Stop at the end of the epoch.")
     try:
         return [[int(number) for number in step] for step in steps]
     except TypeError:
         raise WrongAnswerError(
-            f"{where}: each step must be a list of this rank's sample indices, got {steps[0]!r} first."
+            f"{where}: each step must be a list of this rank's sample indices, got {steps[0]!r} as the first step."
         ) from None
 
 
@@ -323,23 +324,27 @@ def _world_of(answer: Answer, samples: int, batch: int, size: int, seed: int = 5
 
 
 def _epoch_of(samplers: Sequence[Any], samples: int, batch: int, where: str) -> list[list[int]]:
-    """Return the sorted samples over all ranks of each step of an epoch. Checks that every sample occurs once."""
+    """Check that every sample occurs once in an epoch, and return the sorted samples of each step over all ranks."""
     count = -(-samples // batch)
     lengths = [_length(sampler, where) for sampler in samplers]
     parts = [_steps_left(sampler, where) for sampler in samplers]
     made = [len(steps) for steps in parts]
     advice = "The last step may be smaller."
     if len(set(made)) > 1:
-        advice = "In a step without a sample for this rank, yield an empty list: the other ranks wait for this rank."
+        advice = (
+            "In a step without a sample for this rank, yield an empty list, because the other ranks wait for this rank."
+        )
     expect(
         made == [count] * len(made),
         f"{where}: an epoch must have {count} steps on every rank, got {made}. {advice}",
     )
     seen = Counter(number for steps in parts for step in steps for number in step)
     twice = sorted(number for number, times in seen.items() if times > 1)
-    expect(not twice, f"{where}: samples {twice[:5]} occur more than once in one epoch. Do not pad with copies.")
+    expect(
+        not twice, f"{where}: samples {twice[:5]} occur more than once in one epoch. Do not pad with repeated samples."
+    )
     missing = sorted(set(range(samples)) - set(seen))
-    expect(not missing, f"{where}: no rank gets samples {missing[:5]} in this epoch.")
+    expect(not missing, f"{where}: no rank reads samples {missing[:5]} in this epoch.")
     strange = sorted(set(seen) - set(range(samples)))
     expect(not strange, f"{where}: indices {strange[:5]} are out of range.")
     expect(lengths == made, f"{where}: len() must be the number of remaining steps, {count}, got {lengths}.")
@@ -347,8 +352,8 @@ def _epoch_of(samplers: Sequence[Any], samples: int, batch: int, where: str) -> 
         sizes = [len(part) for part in step]
         expect(
             sum(sizes) == min(batch, samples - batch * number) and max(sizes) - min(sizes) <= 1,
-            f"{where}: step {number} must have {min(batch, samples - batch * number)} samples over all ranks, and the "
-            f"ranks' counts must differ by at most one, got {sizes}.",
+            f"{where}: step {number} must contain {min(batch, samples - batch * number)} samples over all ranks, and "
+            f"the ranks' sample counts must differ by at most one, got {sizes}.",
         )
     return [sorted(chain(*step)) for step in zip(*parts, strict=True)]
 
@@ -369,17 +374,17 @@ def _check_epochs(answer: Answer) -> None:
         for size, epochs in zip(_WORLDS, orders, strict=True):
             expect(
                 epochs == orders[0],
-                f"{samples} samples, {batch} per step: a step on {size} ranks contains different samples than on 1 "
-                "rank. First take the next samples of one common order, then split them.",
+                f"{samples} samples, {batch} per step: a step on {size} ranks must contain the same samples as a "
+                "step on 1 rank. First take the next samples from a common order, then split them between the ranks.",
             )
         if samples > 20:
-            other = _epoch_of(_world_of(answer, samples, batch, 1, seed=6), samples, batch, "another seed")
+            other = _epoch_of(_world_of(answer, samples, batch, 1, seed=6), samples, batch, "a different seed")
             expect(orders[0][0] != orders[0][1], "Epoch 0 and epoch 1 must have different orders, got the same order.")
-            expect(orders[0][0] != other, "Two seeds must give different orders, got the same order.")
+            expect(orders[0][0] != other, "Different seeds must produce different orders, got the same order.")
 
 
 def _after(answer: Answer, samples: int, batch: int, size: int, epoch: int, done: int) -> list[State]:
-    """Return each rank's state after `done` steps of an epoch, taken inside the loop as for a checkpoint."""
+    """Return each rank's state after `done` steps of an epoch, saved inside the loop, as for a checkpoint."""
     states = []
     for sampler in _world_of(answer, samples, batch, size):
         sampler.set_epoch(epoch)
@@ -404,12 +409,17 @@ def _check_resuming(answer: Answer) -> int:
             states = _after(answer, samples, batch, size, 1, done)
             where = f"{samples} samples, {batch} per step, after {done} steps of epoch 1 on {size} ranks"
             saved = _as_json(states[0], where)
-            expect(len(saved) < 100, f"{where}: the state is {len(saved)} characters long. Two numbers are enough.")
+            expect(
+                len(saved) < 100,
+                f"{where}: the state must be shorter than 100 characters, got {len(saved)} characters. Two numbers "
+                "are enough.",
+            )
             for rank, state in enumerate(states):
                 expect(
                     state == states[0],
-                    f"{where}: rank 0 saves {states[0]}, but rank {rank} saves {state}. Count the samples that all "
-                    "ranks have taken: then one state fits every rank, and every number of ranks.",
+                    f"{where}: all ranks must save the same state, but rank 0 saves {states[0]}, and rank {rank} "
+                    f"saves {state}. Count the samples that all ranks together have taken, so that the state is "
+                    "valid for any rank and any number of ranks.",
                 )
             for later in _WORLDS:
                 _check_resumed(answer, (samples, batch, later), json.loads(saved), done, whole, where)
@@ -431,7 +441,7 @@ def _check_resumed(
     """Check new samplers that resume from `state`, finish epoch 1, and run epoch 2."""
     samples, batch, size = shape
     where, left = f"{where}, resumed on {size} ranks", whole[1][done:]
-    for note in ("", " The training loop called set_epoch(1) after load_state_dict, although it is epoch 1 already."):
+    for note in ("", " The training loop called set_epoch(1) after load_state_dict, although the epoch was already 1."):
         samplers = _world_of(answer, samples, batch, size)
         for sampler in samplers:
             sampler.load_state_dict(state)
@@ -445,7 +455,8 @@ def _check_resumed(
         made = [len(steps) for steps in parts]
         expect(set(made) == {len(left)}, f"{where}: every rank must yield {len(left)} steps, got {made}.")
         expect(
-            lengths == [len(left)] * size, f"{where}: len() must be {len(left)}, the remaining steps, got {lengths}."
+            lengths == [len(left)] * size,
+            f"{where}: len() must be {len(left)}, the number of remaining steps, got {lengths}.",
         )
     for sampler in samplers:
         sampler.set_epoch(2)
@@ -453,9 +464,9 @@ def _check_resumed(
     found = [sorted(chain(*step)) for step in zip_longest(*parts, fillvalue=())]
     expect(
         found == whole[2],
-        f"{where}: the epoch after the resumed one must have {len(whole[2])} steps with {samples} samples in the order "
-        f"of epoch 2, got {len(found)} steps with {sum(map(len, found))} samples. set_epoch must start a new epoch at "
-        "its first sample.",
+        f"{where}: the epoch after the resumed epoch must have {len(whole[2])} steps with {samples} samples in the "
+        f"order of epoch 2, got {len(found)} steps with {sum(map(len, found))} samples. set_epoch must start a new "
+        "epoch at its first sample.",
     )
 
 
@@ -466,7 +477,7 @@ def _difference(found: list[list[int]], whole: dict[int, list[list[int]]], done:
     if again := sorted(taken & set(got)):
         return f"samples {again[:5]} were taken before, and are yielded again."
     if lost := sorted(set(chain(*whole[1])) - taken - set(got)):
-        return f"samples {lost[:5]} remain in this epoch, but no rank gets them."
+        return f"samples {lost[:5]} remain in this epoch, but no rank reads them."
     return f"the remaining steps must contain {whole[1][done:]} over all ranks, got {found}."
 
 
@@ -476,7 +487,7 @@ def _run_step_sampler(world: World, answer: Answer) -> tuple[int, list[list[int]
     if world.is_main:
         _check_epochs(answer)
         checked = _check_resuming(answer)
-    torch.manual_seed(world.rank)  # as for dropout: the order must not depend on it
+    torch.manual_seed(world.rank)  # differs between ranks, as for dropout; the order must not depend on it
     samples, batch, state, seen = 19, 6, None, []
     for stop in (2, None):  # a crash after two steps, then the rest
         sampler = answer(samples, batch, world.rank, world.size, 5)
@@ -500,7 +511,8 @@ def _test_step_sampler(answer: Answer) -> str:
         "must shuffle the same way, with a generator seeded only from `seed` and the epoch.",
     )
     return (
-        f"Every epoch yields each sample once, and {ranks[0][0]} resumes on 1 to 4 ranks and one real loop are exact."
+        f"Every epoch yields each sample once. {ranks[0][0]} resumes on 1 to 4 simulated ranks, and one on real "
+        "ranks, are exact."
     )
 
 
@@ -636,8 +648,9 @@ def _together(sampler: _StepSampler, seed: int | None = None, epoch: int | None 
 
 step_sampler = Exercise(
     task=(
-        "StepSampler(samples, batch, rank, size, seed): iterate over the remaining steps of the epoch, each a list of "
-        "this rank's sample indices; also write len(), set_epoch(epoch), state_dict() and load_state_dict(state)."
+        "StepSampler(samples, batch, rank, size, seed): write a sampler that iterates over the remaining steps of "
+        "the epoch. Each step is a list of this rank's sample indices. Also support len(), set_epoch(epoch), "
+        "state_dict() and load_state_dict(state)."
     ),
     test=_test_step_sampler,
     solution=_StepSampler,
@@ -659,11 +672,11 @@ step_sampler = Exercise(
         "never ends": _NeverEnds,
     },
     hints=(
-        "Keep two numbers: the epoch, and the number of its samples that all ranks together have taken.",
-        "For all ranks, a step is order[taken : taken + batch]. This rank's part is [rank::size], which may be empty. "
-        "Count the whole step before you yield.",
+        "Keep two numbers: the epoch, and the number of samples in the epoch that all ranks together have taken.",
+        "Over all ranks, a step is order[taken : taken + batch]. This rank's shard is the slice [rank::size], which "
+        "may be empty. Add the length of the whole step to `taken` before you yield.",
         "The order is torch.randperm(samples, generator=torch.Generator().manual_seed(...)), seeded with a number that "
         "depends only on the seed and the epoch.",
-        "set_epoch is also called after a resume. What should it do if its epoch is the loaded one?",
+        "set_epoch is also called after a resume. What should it do if the epoch has not changed?",
     ),
 )

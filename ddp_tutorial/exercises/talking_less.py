@@ -1,4 +1,4 @@
-"""Exercises of 19_talking_less: a round of local SGD, an average that reports problems, and a delayed outer step."""
+"""Exercises for 19_talking_less on a round of local SGD, an average that reports problems, and a delayed outer step."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -29,7 +29,7 @@ def _model_and_optimizer() -> tuple[nn.Linear, torch.optim.Optimizer]:
 
 
 def _expected(rounds: int) -> tuple[torch.Tensor, list[torch.Tensor], torch.Tensor]:
-    """Return the reference weights: the mean, each rank's before the last average, and those before the last round."""
+    """Return the mean weights, each rank's weights before the last average, and the weights before the last round."""
     pairs = [_model_and_optimizer() for _ in range(_RANKS)]
     own: list[torch.Tensor] = []
     start = torch.empty(0)
@@ -66,15 +66,15 @@ def _run_round(world: World, answer: Answer) -> None:
         elif torch.allclose(got, start, atol=1e-6):
             found = "this is the weight from the start of the round"
         raise WrongAnswerError(
-            f"After round {number + 1} of {_ROUND} steps, the weight on rank {world.rank} of {world.size} must be the "
-            f"mean {numbers(right)}, got {numbers(got)}: {found}."
+            f"After round {number + 1} ({_ROUND} steps per round), the weight on rank {world.rank} of {world.size} "
+            f"must be the mean {numbers(right)}, got {numbers(got)}: {found}."
         )
 
 
 def _test_round(answer: Answer) -> str:
     stuck = "A rank waits forever for the others. Every rank must enter the same collectives in the same order."
     on_ranks(_run_round, _RANKS, answer, stuck=stuck, timeout=15)
-    return "Two rounds on three ranks equal three replicas in one process, each with its own momentum."
+    return "Two rounds on three ranks match three replicas in one process, each with its own momentum."
 
 
 def _local_round(model: nn.Module, optimizer: torch.optim.Optimizer, batches: Any) -> None:
@@ -142,9 +142,9 @@ def _begins_momentum_anew(model: nn.Module, optimizer: torch.optim.Optimizer, ba
 
 local_round = Exercise(
     task=(
-        "local_round(model, optimizer, batches): for each (x, y) of batches, take one optimizer step with the loss "
-        "nn.functional.mse_loss(model(x), y), without communication. Then set the weights on every rank to the mean of "
-        "all ranks' weights. Every rank has the same number of batches."
+        "local_round(model, optimizer, batches): for each (x, y) in batches, take one optimizer step with the loss "
+        "nn.functional.mse_loss(model(x), y), without communication. Then set the weights on every rank to the mean "
+        "of all ranks' weights. Every rank has the same number of batches."
     ),
     test=_test_round,
     solution=_local_round,
@@ -158,7 +158,7 @@ local_round = Exercise(
         "resets the momentum in each round": _begins_momentum_anew,
     },
     hints=(
-        "Write the loop as for one process: zero_grad, forward, backward, step. It contains no collective.",
+        "Write the loop as for one process: zero_grad, forward, backward, step. The loop contains no collectives.",
         "After the loop, divide each parameter by dist.get_world_size(), then sum it with dist.all_reduce.",
         "Change parameters in place inside torch.no_grad(). The optimizer keeps its momentum from round to round.",
     ),
@@ -181,21 +181,21 @@ def _run_report(world: World, answer: Answer) -> None:
             of_ranks.append(nn.utils.parameters_to_vector(other.parameters()).detach())
         with _recorded(lambda: 0) as calls:
             result = answer(model, world.rank not in bad)
-        whose = f"ranks {sorted(bad)}" if bad else "no rank"
-        case = f"The gradient of {whose} is not finite. On rank {world.rank},"
+        whose = f"The gradients on ranks {sorted(bad)} are not finite" if bad else "All gradients are finite"
+        case = f"{whose}. On rank {world.rank},"
         expect(len(calls) == 1, f"{case} the function must call dist.all_reduce once, got {len(calls)} calls.")
         got = nn.utils.parameters_to_vector(model.parameters()).detach()
         found = sorted(int(each) for each in result) if isinstance(result, (list, tuple, set)) else result
         expect(found == sorted(bad), f"{case} the result must be {sorted(bad)}, got {result!r}.")
-        right, what = (own, "its own, unchanged") if bad else (torch.stack(of_ranks).mean(0), "the mean of all ranks")
+        right, what = (own, "unchanged") if bad else (torch.stack(of_ranks).mean(0), "the mean over all ranks")
         expect(
             torch.allclose(got, right, atol=1e-6),
-            f"{case} the weights must be {what}: the first ones are {numbers(right[:3])}, got {numbers(got[:3])}.",
+            f"{case} the weights must be {what}, starting with {numbers(right[:3])}, got {numbers(got[:3])}.",
         )
 
 
 class _Recorded:
-    """The handle of an asynchronous all-reduce, which records when it is waited for."""
+    """Handle of an asynchronous all-reduce that records the time of the first `wait`."""
 
     def __init__(self, work: Any, call: dict[str, Any], now: Callable[[], int]) -> None:
         self.work, self.call, self.now = work, call, now
@@ -210,7 +210,7 @@ class _Recorded:
 
 @contextmanager
 def _recorded(now: Callable[[], int]) -> Iterator[list[dict[str, Any]]]:
-    """Record the all-reduces inside the context: when each one starts and ends, in units of `now()`."""
+    """Record the value of `now()` at the start and at the end of each all-reduce inside the context."""
     calls: list[dict[str, Any]] = []
     real = dist.all_reduce
 
@@ -230,9 +230,9 @@ def _recorded(now: Callable[[], int]) -> Iterator[list[dict[str, Any]]]:
 
 
 def _test_report(answer: Answer) -> str:
-    stuck = "A rank waits forever for the others. Every rank must call the same all-reduce, whatever `finite` is."
+    stuck = "A rank waits forever for the others. Every rank must call the same all-reduce, regardless of `finite`."
     on_ranks(_run_report, _RANKS, answer, stuck=stuck, timeout=15)
-    return "The ranks agree with the message that they send anyway, so a round needs no further communication."
+    return "The ranks send the flags with the weights, so a round requires no additional communication."
 
 
 def _average_or_report(model: nn.Module, finite: bool) -> list[int]:
@@ -297,8 +297,9 @@ def _skips_the_all_reduce(model: nn.Module, finite: bool) -> list[int]:
 average_or_report = Exercise(
     task=(
         "average_or_report(model, finite): set the weights to the mean over all ranks, with one dist.all_reduce. "
-        "`finite` is false on a rank whose gradient was not finite in this round. If there are such ranks, leave the "
-        "weights unchanged on all ranks. Return the list of these ranks, the same on all ranks."
+        "`finite` is false on a rank whose gradient was not finite in this round. If `finite` is false on any rank, "
+        "leave the weights unchanged on all ranks. On every rank, return the list of the ranks with a false "
+        "`finite`."
     ),
     test=_test_report,
     solution=_average_or_report,
@@ -310,8 +311,9 @@ average_or_report = Exercise(
         "leaves the other ranks waiting": _skips_the_all_reduce,
     },
     hints=(
-        "An all-reduce sums any vector. It does not have to contain weights only.",
-        "Give each rank its own element: a vector of zeros, with a one at the rank's own position if it is not finite.",
+        "An all-reduce sums any vector, which need not contain only weights.",
+        "Reserve one element per rank. Start with zeros, and set this rank's element to one if its gradient is "
+        "not finite.",
         "Concatenate this vector with all weights, divided by the number of ranks. Reduce the result, and split it.",
     ),
 )
@@ -319,11 +321,11 @@ average_or_report = Exercise(
 # --------------------------------------------------------------------------------- 3. DiLoCo with a delayed outer step
 
 _RATE, _MOMENTUM = 0.7, 0.9
-_DELAYS = [(3, 0), (3, 1), (4, 3)]  # length of a round, delay
+_DELAYS = [(3, 0), (3, 1), (4, 3)]  # steps per round, and delay in steps
 
 
 class _Counting(torch.optim.SGD):
-    """SGD with momentum that counts its steps."""
+    """SGD optimizer that counts its steps."""
 
     steps = 0
 
@@ -342,7 +344,7 @@ def _delayed_setup(rank: int, length: int, delay: int) -> tuple[nn.Linear, _Coun
 
 
 def _delayed_reference(length: int, delay: int) -> list[torch.Tensor]:
-    """Return the weights of all ranks, simulated in one process."""
+    """Simulate all ranks in one process, and return each rank's final weights."""
     ranks = [_delayed_setup(rank, length, delay) for rank in range(_RANKS)]
 
     def weights() -> torch.Tensor:
@@ -385,8 +387,8 @@ def _run_delayed(world: World, answer: Answer) -> None:
             begin, end = call["started"], call.get("waited")
             expect(
                 end == begin + delay,
-                f"{case} the all-reduce that starts after step {begin} must be waited for after step {begin + delay}, "
-                f"got {end if end is not None else 'no wait'}.",
+                f"{case} wait() must be called after step {begin + delay} for the all-reduce that starts after step "
+                f"{begin}, got {end if end is not None else 'no call'}.",
             )
         right = _delayed_reference(length, delay)[world.rank]
         got = nn.utils.parameters_to_vector(model.parameters()).detach()
@@ -399,7 +401,7 @@ def _run_delayed(world: World, answer: Answer) -> None:
 def _test_delayed(answer: Answer) -> str:
     stuck = "A rank waits forever for the others. Every rank must start the same all-reduces."
     on_ranks(_run_delayed, _RANKS, answer, stuck=stuck, timeout=30)
-    return "The all-reduces overlap with the next steps, and a delay of 0 is DiLoCo."
+    return "The all-reduces overlap with the next steps, and a delay of 0 is equivalent to DiLoCo."
 
 
 def _delayed_diloco(
@@ -470,8 +472,8 @@ def _variant(
 
 delayed_diloco = Exercise(
     task=(
-        "delayed_diloco(model, optimizer, batches, length, delay, learning_rate, momentum): DiLoCo whose all-reduce of "
-        "a round overlaps with the first `delay` steps of the next round."
+        "delayed_diloco(model, optimizer, batches, length, delay, learning_rate, momentum): implement DiLoCo so "
+        "that each round's all-reduce overlaps with the first `delay` steps of the next round."
     ),
     test=_test_delayed,
     solution=_delayed_diloco,
@@ -484,7 +486,8 @@ delayed_diloco = Exercise(
     },
     hints=(
         "dist.all_reduce(tensor, async_op=True) returns a handle. The tensor must not change before handle.wait().",
-        "Keep three vectors: the start of the round, the weights at its end, which are averaged, and the velocity.",
+        "Keep three vectors: the weights at the start of the round, the weights at its end, which are averaged, "
+        "and the velocity.",
         "After the outer step, the model's weights are the new start plus (current weights - weights at the end of the "
         "round).",
     ),

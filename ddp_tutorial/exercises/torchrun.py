@@ -1,12 +1,12 @@
-"""Run a learner's script under a real torchrun, and watch its output, its progress and its exit code from outside.
+"""Run a learner's script under a real torchrun, and monitor its output, progress and exit code.
 
     with Torchrun(script, 2, "words.pt", folder=folder) as run:
         run.wait(lambda printed: "step 20" in printed)
         run.kill(rank=1)
         run.wait()
 
-Leaving the block kills all processes. torchrun starts each rank in its own session, so the ranks are found by an
-environment variable that they inherit. If this process is killed, torchrun receives SIGTERM and terminates its ranks.
+Exiting the block kills all processes. torchrun starts each rank in its own session, so the ranks are identified by an
+inherited environment variable. If this process is killed, torchrun receives SIGTERM and terminates its ranks.
 """
 
 import ast
@@ -27,7 +27,7 @@ from ddp_tutorial.exercises import WrongAnswerError, expect
 from ddp_tutorial.processes.process_tags import TORCHRUN, kill_torchrun
 
 STUCK_SECONDS = 8.0  # without a printed line or CPU use
-LIMIT_SECONDS = 150.0  # for the whole run, even if it is computing
+LIMIT_SECONDS = 150.0  # for the whole run, even if the ranks are computing
 _BUSY = 0.2  # CPU seconds that count as progress; ranks that wait for one another use a few hundredths
 # On Linux, torchrun receives SIGTERM when this process exits, and then terminates its ranks.
 _BEGIN = "import ctypes, runpy; getattr(ctypes.CDLL(None), 'prctl', lambda *_: 0)(1, 15); "
@@ -35,7 +35,7 @@ _BEGIN += "runpy.run_module('torch.distributed.run', run_name='__main__', alter_
 
 
 class WrongScript(NamedTuple):
-    """A wrong answer: the solution's script with replacements. `texts` alternates between old and new text."""
+    """Wrong answer that replaces text in the solution's script. `texts` alternates between old and new text."""
 
     solution: Path
     texts: tuple[str, ...]
@@ -44,7 +44,7 @@ class WrongScript(NamedTuple):
         """Write the wrong script to `path`, and return `path`."""
         text = self.solution.read_text(encoding="utf-8")
         for old, new in zip(self.texts[::2], self.texts[1::2], strict=True):
-            assert old in text, f"the solution has no {old!r}"
+            assert old in text, f"the solution does not contain {old!r}"
             text = text.replace(old, new)
         path.write_text(text, encoding="utf-8")
         return path
@@ -68,11 +68,11 @@ def read_script(script: Path) -> None:
 class Torchrun:
     """Process that runs `torchrun --standalone --nproc-per-node=NPROCS SCRIPT ARGUMENTS...` with one thread per rank.
 
-    Its stdout and stderr go to two new files in `folder`.
+    The process writes its stdout and stderr to two new files in `folder`.
     """
 
     def __init__(self, script: Path, nprocs: int, *arguments: object, folder: Path) -> None:
-        """Start torchrun. It writes its output to `folder`."""
+        """Start torchrun, which writes its output to `folder`."""
         self.mark = uuid4().hex
         self.stdout_path, self.stderr_path = folder / f"{self.mark}.out", folder / f"{self.mark}.err"
         command = [sys.executable, "-c", _BEGIN, "--standalone", f"--nproc-per-node={nprocs}", str(script)]
@@ -102,7 +102,7 @@ class Torchrun:
         return re.sub(r"[^\n]*\Z", "", self.stdout_path.read_text(errors="replace"))
 
     def ranks(self) -> list[psutil.Process]:
-        """Return the processes in rank order; an empty list until torchrun has started them."""
+        """Return the rank processes in rank order. The list is empty until torchrun has started the ranks."""
         found: dict[int, psutil.Process] = {}
         with suppress(psutil.Error):
             for process in self.agent.children():
@@ -115,10 +115,10 @@ class Torchrun:
         self.ranks()[rank].kill()
 
     def wait(self, enough: Callable[[str], bool] = lambda _: False) -> int | None:
-        """Wait until `enough` is true for the printed lines, or torchrun exits.
+        """Wait until `enough` returns true for the printed lines, or torchrun exits.
 
         Returns:
-            The exit code of torchrun, or None if `enough` was true first.
+            The exit code of torchrun, or None if `enough` returned true first.
 
         Raises:
             WrongAnswerError: If the ranks wait for each other, or the run exceeds its time limit.
@@ -145,7 +145,7 @@ class Torchrun:
         return int(code)
 
     def _computed(self) -> float:
-        """Return the CPU seconds of the ranks, or of torchrun before it has started any rank."""
+        """Return the ranks' CPU time in seconds, or torchrun's CPU time before torchrun has started any rank."""
         used = 0.0
         with suppress(psutil.Error):
             for process in self.agent.children(recursive=True) or [self.agent]:
@@ -158,7 +158,7 @@ class Torchrun:
         return f"The last line of your script was {lines[-1]!r}" if lines else "Your script printed nothing"
 
     def error(self) -> str:
-        """Return the first rank's error with its line in the script, or the exit codes if no rank raised one."""
+        """Return the first error of a rank and its line in the script, or the exit codes if no rank raised an error."""
         stderr = self.stderr_path.read_text(errors="replace")
         if begin := re.search(r"^(\[rank\d+\]: ?|)Traceback .*", stderr, re.MULTILINE):
             lines = [
@@ -177,5 +177,5 @@ class Torchrun:
 
 
 def _of(line: str, prefix: str) -> bool:
-    """Return whether `line` starts with the rank's `prefix`. An empty prefix matches lines of no rank."""
+    """Return whether `line` starts with the rank's `prefix`. An empty prefix matches lines without a rank prefix."""
     return line.startswith(prefix) if prefix else not line.startswith("[rank")

@@ -1,4 +1,4 @@
-"""Exercises of 09_what_is_not_synced: clip a sharded gradient, use ragged data, and write a synchronized BatchNorm."""
+"""Exercises for 09_what_is_not_synced on gradient clipping, unequal batch counts, and synchronized BatchNorm."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -58,8 +58,8 @@ def _test_clip(answer: Answer) -> str:
             where = f"In the case '{case}', rank {rank}"
             expect(
                 isinstance(returned, float | torch.Tensor) and abs(float(returned) - norm) < 1e-4 * norm,
-                f"{where} must return the norm of the whole gradient, {norm:.4g}, got {returned}. Each number of the "
-                "gradient counts once: shards differ between the ranks, and replicated gradients are equal.",
+                f"{where} must return the norm of the whole gradient, {norm:.4g}, got {returned}. Count each element "
+                "of the gradient once: shards differ between the ranks, and replicated gradients are equal.",
             )
             found = torch.cat([*clipped, torch.zeros(0)])
             wanted = torch.cat([*before, torch.zeros(0)]) * factor
@@ -68,7 +68,7 @@ def _test_clip(answer: Answer) -> str:
                 f"{where}: the gradients must be multiplied in place by {factor:.4g}, from "
                 f"{numbers(torch.cat(before), 4)} to {numbers(wanted, 4)}, got {numbers(found, 4)}.",
             )
-    return "All ranks compute the norm of the whole gradient, and clip their parts by the same factor."
+    return "All ranks compute the norm of the whole gradient, and scale their gradients by the same factor."
 
 
 def _clip_sharded(
@@ -107,9 +107,9 @@ def _whole_norm(shards: Sequence[torch.Tensor], replicated: Sequence[torch.Tenso
 
 clip_sharded = Exercise(
     task=(
-        "clip_sharded(shards, replicated, limit, sum_over_ranks): multiply all gradients of this rank in place, so "
+        "clip_sharded(shards, replicated, limit, sum_over_ranks): scale all gradients on this rank in place, so "
         "that the norm of the whole gradient is at most `limit`. Return the norm before clipping. `shards` are this "
-        "rank's parts of the gradient, perhaps none. `replicated` gradients are equal on all ranks."
+        "rank's shards of the gradient, and may be empty. The `replicated` gradients are equal on all ranks."
     ),
     test=_test_clip,
     solution=_clip_sharded,
@@ -132,8 +132,8 @@ clip_sharded = Exercise(
         "lengthens short gradients": _clipping(_whole_norm, shortens_only=False),
     },
     hints=(
-        "The square of the norm is a sum of squares. Which squares does another rank have, and which does every rank "
-        "have?",
+        "The squared norm is a sum of squares. Which squares are only on one rank, and which squares are on every "
+        "rank?",
         "Sum the squares of the shards over the ranks. Add the squares of the replicated gradients once. Every rank "
         "must call sum_over_ranks, even without shards.",
     ),
@@ -154,7 +154,11 @@ _TOO_OFTEN = 10
 
 
 def _one_story(world: World, answer: Answer, counts: list[int]) -> list[str | None]:
-    """Return the batches this rank has processed. Raises `WrongAnswerError` on all ranks if their calls differ."""
+    """Run the answer, and return the batches that this rank has processed.
+
+    Raises:
+        WrongAnswerError: On all ranks, if the ranks' calls differ.
+    """
     own = [f"batch {number} of rank {world.rank}" for number in range(counts[world.rank])]
     worked: list[str | None] = []
     taken, given = 0, f"{counts[0]} and {counts[1]}"
@@ -166,17 +170,19 @@ def _one_story(world: World, answer: Answer, counts: list[int]) -> list[str | No
             yield batch
 
     def meet(what: str, flag: bool = False) -> bool:
-        """Stand in for all collectives of the answer, so that ranks with different calls are detected."""
+        """Replace all collectives of the answer, so that different calls on the ranks are detected."""
         gathered = all_gather(world, (what, flag))
         doing = ", while ".join(f"rank {rank} {each}" for rank, (each, _) in enumerate(gathered))
-        on_a_cluster = "On a cluster, they would wait for each other forever."
+        on_a_cluster = "On a cluster, the ranks would wait for each other forever."
         expect(len({each for each, _ in gathered}) == 1, f"With {given} batches, {doing}. {on_a_cluster}")
         return any(each for _, each in gathered)
 
     def work(batch: str | None) -> None:
         ahead = meet("calls work", taken > len(worked) + 2)
-        expect(not ahead, "A rank reads batches ahead. A stream may be infinite: take one batch per step.")
-        expect(len(worked) < _TOO_OFTEN, f"With {given} batches, you call work more than {_TOO_OFTEN} times.")
+        expect(not ahead, "A rank reads batches ahead. A stream may be infinite, so take one batch per step.")
+        expect(
+            len(worked) < _TOO_OFTEN, f"With {given} batches, your function calls work more than {_TOO_OFTEN} times."
+        )
         worked.append(batch)
 
     answer(stream(), work, lambda flag: meet("calls any_rank", bool(flag)))
@@ -197,7 +203,7 @@ def _test_streams(answer: Answer) -> str:
                 found == want,
                 f"If {story}, rank {rank} must call work with {want or 'nothing'}, got {found or 'nothing'}.",
             )
-    return "Every batch is used once, all ranks take the same number of steps, and no step is empty."
+    return "Every batch is processed once, all ranks take the same number of steps, and no step is empty."
 
 
 def _to_the_last_batch(batches: Iterator[Any], work: Work, any_rank: AnyRank) -> None:
@@ -253,9 +259,9 @@ def _reads_ahead(batches: Iterator[Any], work: Work, any_rank: AnyRank) -> None:
 
 to_the_last_batch = Exercise(
     task=(
-        "to_the_last_batch(batches, work, any_rank): `batches` iterates over this rank's batches, whose number differs "
-        "between ranks. Call work(batch) for each batch, and work(None) while only other ranks have batches. All ranks "
-        "must make the same number of calls to work and any_rank(flag)."
+        "to_the_last_batch(batches, work, any_rank): `batches` iterates over this rank's batches. The number of "
+        "batches differs between ranks. Call work(batch) for each batch, and work(None) while only other ranks have "
+        "batches. All ranks must make the same number of calls to work and any_rank(flag)."
     ),
     test=_test_streams,
     solution=_to_the_last_batch,
@@ -270,8 +276,10 @@ to_the_last_batch = Exercise(
     },
     hints=(
         "The number of batches is not known in advance, so the ranks must communicate before each step.",
-        "next(batches, None) returns the next batch, or None at the end. any_rank(flag) is true if any rank has one.",
-        "In each step, on every rank: take a batch, call any_rank, return if no rank has a batch, call work.",
+        "next(batches, None) returns the next batch, or None at the end. any_rank(flag) returns true if `flag` "
+        "is true on any rank.",
+        "In each step, every rank takes a batch and calls any_rank. If no rank has a batch, all ranks return. "
+        "Otherwise, all ranks call work.",
     ),
 )
 
@@ -291,7 +299,7 @@ _WEIGHT, _BIAS, _MOMENTUM = (1.5, -0.5), (0.25, 2.0), 0.1
 
 @contextmanager
 def _counted() -> Iterator[list[str]]:
-    """Yield a list, to which each collective of `torch.distributed` adds its name."""
+    """Yield a list to which each `torch.distributed` collective appends its name."""
     calls: list[str] = []
     originals = {name: getattr(dist, name) for name in _COLLECTIVES}
 
@@ -313,7 +321,7 @@ def _counted() -> Iterator[list[str]]:
 
 @dataclass(frozen=True)
 class _Samples:
-    """A batch of 9 samples with 2 channels, its division over 3 ranks, and the tolerance of the check."""
+    """Batch of 9 samples with 2 channels, with the split over 3 ranks and the tolerance of the check."""
 
     parts: tuple[int, int, int]
     dtype: torch.dtype = torch.float64
@@ -344,7 +352,8 @@ def _one_batch(world: World, answer: Answer, samples: _Samples) -> dict[str, Any
     layer = answer(2, eps=1e-5, momentum=_MOMENTUM).to(samples.dtype)
     lacking = [name for name in ("weight", "bias", "running_mean", "running_var") if not hasattr(layer, name)]
     expect(
-        not lacking, f"The layer needs the attributes weight, bias, running_mean and running_var; missing: {lacking}."
+        not lacking,
+        f"The layer must have the attributes weight, bias, running_mean and running_var, but lacks {lacking}.",
     )
     with torch.no_grad():
         layer.weight.copy_(torch.tensor(_WEIGHT))
@@ -404,16 +413,17 @@ def _check_batch(ranks: list[dict[str, Any]], where: str, samples: _Samples) -> 
         torch.cat([rank["gradients"][0] for rank in ranks]),
         x.grad,
         "gradients of `x`",
-        "Mean and variance depend on the samples of all ranks, so each rank needs gradients of the others.",
+        "Mean and variance depend on the samples of all ranks, so each rank needs the gradients of the other ranks.",
     )
     for number, parameter in ((1, reference.weight), (2, reference.bias)):
         summed = torch.stack([rank["gradients"][number] for rank in ranks]).sum(0)
         advice = (
-            "Each rank contributes the share of its own samples. DDP reduces parameters later, so do not reduce them."
+            "Each rank contributes the gradient of its own samples. DDP reduces these gradients later, so do "
+            "not reduce them."
         )
         compare(summed, parameter.grad, f"{('weight', 'bias')[number - 1]} gradients, summed over ranks,", advice)
     for rank, found in enumerate(ranks):
-        advice = "The running statistics are those of all ranks' samples, and the variance is divided by n - 1."
+        advice = "Compute the running statistics over all ranks' samples, and divide by n - 1 for the variance."
         compare(found["running"][0], reference.running_mean, f"running mean of rank {rank}", advice)
         compare(found["running"][1], reference.running_var, f"running variance of rank {rank}", advice)
         advice = "In evaluation, normalize with the running statistics."
@@ -429,10 +439,12 @@ def _test_norm(answer: Answer) -> str:
             calls = results[0]["calls"][phase]
             expect(
                 len(calls) <= most,
-                f"The results are right, but rank {rank} uses {len(calls)} collectives in {phase} "
-                f"({', '.join(calls)}), and may use at most {most}. Concatenate the tensors that you send.",
+                f"The results are right, but rank {rank} must use at most {most} collectives in {phase}, got "
+                f"{len(calls)} ({', '.join(calls)}). Concatenate the tensors that you send.",
             )
-    return "The layer equals BatchNorm on the union batch, with one collective in forward and one in backward."
+    return (
+        "The layer is equivalent to BatchNorm on the global batch, with one collective in forward and one in backward."
+    )
 
 
 class _SyncNorm(nn.Module):
@@ -479,7 +491,7 @@ class _SyncNorm(nn.Module):
 
 
 class _SumOverRanks(torch.autograd.Function):
-    """Sum over ranks, and sum the gradients over ranks in the backward pass."""
+    """Autograd function that sums over the ranks in the forward pass and in the backward pass."""
 
     @staticmethod
     def forward(ctx: Any, tensor: torch.Tensor) -> torch.Tensor:
@@ -497,7 +509,7 @@ def _data_sum(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _sums(x: torch.Tensor, total: Sum) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return mean, variance and count from one sum of x, its squares and the count."""
+    """Return the mean, variance and count, computed from one sum of x, x squared and the count over the ranks."""
     first, second, count = total(torch.stack([x.sum(0), x.square().sum(0), torch.ones_like(x).sum(0)]))
     return first / count, second / count - (first / count).square(), count
 
@@ -523,7 +535,7 @@ def _norm_with(
     batch_in_eval: bool = False,
     reduced_weight: bool = False,
 ) -> Answer:
-    """Return a layer with different statistics, or with another mistake."""
+    """Return a layer with different statistics, or with a different mistake."""
 
     class Layer(_SyncNorm):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -555,9 +567,10 @@ def _forward_only(tensor: torch.Tensor) -> torch.Tensor:
 
 sync_norm = Exercise(
     task=(
-        "SyncNorm(channels, eps, momentum): a BatchNorm layer for x of shape [samples, channels] that normalizes over "
-        "the samples of all ranks, of which some may have none. In training, use one collective in forward and one in "
-        "backward, and none in evaluation. The layer has weight, bias, running_mean and running_var, as nn.BatchNorm1d."
+        "SyncNorm(channels, eps, momentum): write a BatchNorm layer for x of shape [samples, channels] that "
+        "normalizes over the samples of all ranks. Some ranks may have no samples. In training, use one collective "
+        "in forward and one in backward. In evaluation, use no collectives. Like nn.BatchNorm1d, the layer has the "
+        "attributes weight, bias, running_mean and running_var."
     ),
     test=_test_norm,
     solution=_SyncNorm,
@@ -575,12 +588,14 @@ sync_norm = Exercise(
     },
     hints=(
         "Start without a limit on collectives: sum x, squared differences and counts with a differentiable sum over "
-        "ranks. Its backward pass is a sum over ranks again.",
-        "Forward in one collective: all-gather each rank's mean, sum of squared differences from *its* mean, and "
-        "count. If m is the mean of all, a rank with mean r contributes its sum plus count * (r - m) ** 2.",
-        "Backward in one collective: with z for the normalized x and g for its gradient, all-reduce g.sum(0) and "
-        "(g * z).sum(0). The gradient of x is (g - (first + z * second) / count) / standard deviation.",
-        "Write both in a torch.autograd.Function. Multiply by the weight outside of it, so that autograd handles "
-        "weight and bias.",
+        "ranks. The backward pass of this sum is also a sum over ranks.",
+        "To use one collective in forward, all-gather each rank's mean, its sum of squared differences from this "
+        "mean, and its count. If m is the mean over all ranks' samples, a rank with mean r contributes its sum plus "
+        "count * (r - m) ** 2.",
+        "To use one collective in backward, all-reduce g.sum(0) and (g * z).sum(0), in which z is the normalized x "
+        "and g is the gradient of z. If `first` and `second` are the results, the gradient of x is (g - (first + z "
+        "* second) / count) / standard deviation.",
+        "Implement both passes in a torch.autograd.Function. Apply the weight and the bias outside the function, so "
+        "that autograd computes their gradients.",
     ),
 )

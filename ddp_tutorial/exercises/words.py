@@ -1,7 +1,8 @@
-"""A single-process reference for `train_script` of 06_plain_torch, with variants that make the usual mistakes.
+"""Single-process reference for `train_script` in 06_plain_torch, with variants that make common mistakes.
 
-A run prints the loss and the number of letters of each step. The number of letters reveals which words were read, and
-the loss how they were weighted. To diagnose a mistake, the check makes the same mistake here and compares the output.
+A run prints the loss and the number of letters for each step. The number of letters reveals which words the run read,
+and the loss reveals how the run weighted the words. To diagnose a mistake, the check simulates common mistakes and
+compares the output.
 """
 
 import re
@@ -17,13 +18,13 @@ from torch.nn import functional as F
 from ddp_tutorial.sharding.stories import story
 
 WORDS, BATCH = 200, 16
-STEPS_AN_EPOCH = 13  # 12 of 16 words and one of 8
+STEPS_AN_EPOCH = 13  # 12 steps with 16 words, and one step with 8 words
 _LONGEST = 12
 _CLOSE = 1e-3  # tolerance between losses, which may be printed with four digits
 
 
 class Line(NamedTuple):
-    """The printed line of a step: its number (from 1), and the loss and number of letters over all ranks."""
+    """Printed line of a step, with the step number (from 1), and the loss and number of letters over all ranks."""
 
     step: int
     loss: float
@@ -45,9 +46,10 @@ def _number(text: str) -> float:
 
 @cache
 def make_words() -> tuple[Tensor, Tensor]:
-    """Return 200 words of the stories: their letters, and the letter that follows each one, both of shape (200, 13).
+    """Return the inputs and targets of 200 words from the stories, both of shape (200, 13).
 
-    Codes are 1 for a to 26 for z. Code 0 marks the start and the end of a word. Padding targets are -100.
+    The inputs are the letters of each word, and the targets are the next letters. The codes of a to z are 1 to 26.
+    Code 0 marks the start and the end of a word. Padding targets are -100.
     """
     found = sorted(
         {word for number in range(1000) for word in re.findall(rf"[a-z]{{2,{_LONGEST}}}", story(number).lower())}
@@ -70,12 +72,12 @@ _ORDERS = {
 }
 _SHARES = {
     "": "",
-    "each": "A step reads 16 words on each rank; it should read 16 words on all ranks together.",
-    "same": "Both ranks read the same 16 words in a step. Create a sampler that knows the rank, so that they differ.",
-    "half": "Both ranks read the same 8 words in a step. Create a sampler that knows the rank, so that they differ.",
+    "each": "Each rank reads 16 words per step, but all ranks together must read 16 words per step.",
+    "same": "Both ranks read the same 16 words in a step. Pass the rank to the sampler.",
+    "half": "Both ranks read the same 8 words in a step. Pass the rank to the sampler.",
 }
 _DROPS = {False: "", True: "The last, smaller step of each epoch is skipped."}
-_REPORTS = {"": "", "own": "The number of letters is rank 0's only: sum it over all ranks."}
+_REPORTS = {"": "", "own": "The number of letters includes only rank 0's letters. Sum the number over all ranks."}
 
 
 def _read(order: str = "", share: str = "", drop: bool = False, epoch: int = 0) -> Iterator[list[Sequence[int]]]:
@@ -101,7 +103,7 @@ def _lengths() -> list[int]:
 
 
 def _wrong_words(lines: Sequence[Line]) -> str:
-    """Explain which wrong words a run read, starting at step 1. Returns "" if the words are right."""
+    """Explain which wrong words a run read, starting at step 1. Return "" if the words are right."""
     found = [line.letters for line in lines]
     for order, share, drop, report in product(_ORDERS, _SHARES, _DROPS, _REPORTS):
         if found == _letters(_read(order, share, drop), len(lines), slice(1 if report else 2)):
@@ -109,22 +111,22 @@ def _wrong_words(lines: Sequence[Line]) -> str:
     right = _letters(_read(), len(lines))
     step = next(step for step, (mine, yours) in enumerate(zip(right, found, strict=True), start=1) if mine != yours)
     return (
-        f"The words of step {step} must have {right[step - 1]} letters over all ranks, got {found[step - 1]}. "
-        "The order of epoch e is that of DistributedSampler with seed 0 after set_epoch(e)."
+        f"The words of step {step} must contain {right[step - 1]} letters over all ranks, got {found[step - 1]}. In "
+        "epoch e, use the order of DistributedSampler with seed 0 after set_epoch(e)."
     )
 
 
-# ------------------------------------------------------------------------------------------------ how they were weighed
+# ------------------------------------------------------------------------------------------ how the words were weighted
 
 _GRADIENTS = {
     "": "",
-    "means": "The gradient is the mean of the ranks' means, so a letter counts more on the rank with fewer letters. "
-    "Divide by the number of letters on all ranks.",
-    "half": "The gradient is half of what it should be. DDP averages over the ranks, but you need the sum.",
-    "double": "The gradient is twice what it should be. DDP has already averaged over the ranks.",
-    "apart": "Each rank trains on its own gradient: the gradients are not averaged. Do you call the model through DDP?",
+    "means": "The gradient is the mean of the ranks' means, so a letter has a larger weight on the rank with fewer "
+    "letters. Divide by the number of letters on all ranks.",
+    "half": "The gradient is half the correct gradient. DDP averages over the ranks, but you need the sum.",
+    "double": "The gradient is twice the correct gradient. DDP has already averaged over the ranks.",
+    "apart": "Each rank uses its own gradient, because the gradients are not averaged. Call the model through DDP.",
     "unclipped": "The gradient is not clipped to norm 0.4.",
-    "without momentum": "The steps are those of SGD without momentum.",
+    "without momentum": "The updates match SGD without momentum.",
 }
 _FACTORS = {"means": 0.5, "half": 0.5, "double": 2.0}
 
@@ -132,17 +134,17 @@ _FACTORS = {"means": 0.5, "half": 0.5, "double": 2.0}
 # Candidates for the printed loss of a step, computed from both ranks' loss sums and numbers of letters.
 _LOSSES: dict[str, Callable[[Sequence[float], Sequence[int]], float]] = {
     "": lambda sums, letters: sum(sums) / sum(letters),
-    "The loss is that of rank 0's letters only.": lambda sums, letters: sums[0] / letters[0],
-    "The loss is that of rank 1's letters only.": lambda sums, letters: sums[1] / letters[1],
+    "The loss includes only rank 0's letters.": lambda sums, letters: sums[0] / letters[0],
+    "The loss includes only rank 1's letters.": lambda sums, letters: sums[1] / letters[1],
     "The loss is the mean of the ranks' means.": lambda sums, letters: (
         (sums[0] / letters[0] + sums[1] / letters[1]) / 2
     ),
-    "The loss is half of what it should be.": lambda sums, letters: sum(sums) / sum(letters) / 2,
+    "The loss is half the correct loss.": lambda sums, letters: sum(sums) / sum(letters) / 2,
 }
 
 
 class Course(NamedTuple):
-    """A reference run: its lines, the lines with each candidate loss of `_LOSSES`, and the final weights."""
+    """Reference run, with its lines, the lines for each candidate loss in `_LOSSES`, and the final weights."""
 
     lines: tuple[Line, ...]
     reports: dict[str, tuple[Line, ...]]
@@ -193,7 +195,7 @@ def _sum(model: nn.Module, part: Sequence[Tensor]) -> Tensor:
 
 
 def _wrong_losses(lines: Sequence[Line]) -> str:
-    """Explain what is wrong with the losses of a run that read the right words. Returns "" if they are right."""
+    """Explain what is wrong with the losses of a run that read the right words. Return "" if the losses are right."""
     for loss, gradient in product(_LOSSES, _GRADIENTS):
         if not _apart(lines, course(len(lines), gradient).reports[loss]):
             return " ".join(filter(None, (loss, _GRADIENTS[gradient])))
@@ -201,13 +203,13 @@ def _wrong_losses(lines: Sequence[Line]) -> str:
     if all(_apart(lines[:1], report) for report in right.values()):
         return (
             f"{_apart(lines[:1], right[''])} Call torch.manual_seed(0) before creating the model. The loss is the "
-            "sum over the letters of all ranks, divided once by their number."
+            "sum over all ranks' letters, divided once by the number of these letters."
         )
     return _apart(lines, right[""])
 
 
 def _apart(lines: Sequence[Line], right: Sequence[Line]) -> str:
-    """Describe the first step with a wrong loss. Returns "" if there is none."""
+    """Describe the first step with a wrong loss. Return "" if all losses are right."""
     for mine, yours in zip(right, lines, strict=False):
         if not abs(mine.loss - yours.loss) < _CLOSE:
             return f"The loss of step {mine.step} must be {mine.loss:.4f}, got {yours.loss:.4f}."
@@ -218,7 +220,7 @@ def _apart(lines: Sequence[Line], right: Sequence[Line]) -> str:
 
 
 def wrong_from_the_start(lines: Sequence[Line]) -> str:
-    """Explain what is wrong with the lines of a run from step 1. Returns "" if nothing is wrong."""
+    """Explain what is wrong with the lines of a run from step 1. Return "" if nothing is wrong."""
     if not lines:
         return ""
     if [line.step for line in lines] != list(range(1, len(lines) + 1)):
@@ -229,7 +231,7 @@ def wrong_from_the_start(lines: Sequence[Line]) -> str:
 
 
 def wrong_after_resuming(lines: Sequence[Line], saved: int) -> str:
-    """Explain what is wrong with the lines of a run that resumed after step `saved`. Returns "" if nothing is wrong."""
+    """Explain what is wrong with the lines of a run that resumed after step `saved`. Return "" if nothing is wrong."""
     if not lines:
         return ""
     steps = [line.step for line in lines]
@@ -237,7 +239,7 @@ def wrong_after_resuming(lines: Sequence[Line], saved: int) -> str:
     if steps[:1] == [1]:
         return f"{resumed}step 1: it starts over."
     if steps[:1] != [saved + 1]:
-        return f"{resumed}step {steps[0]}. The next step is {saved + 1}: repeat no step, and skip none."
+        return f"{resumed}step {steps[0]}. The next step is {saved + 1}: do not repeat or skip steps."
     if steps != list(range(saved + 1, saved + len(steps) + 1)):
         return f"{resumed}steps {steps}. Print every step once."
     right = course(saved + len(lines)).lines[saved:]
@@ -257,7 +259,8 @@ def wrong_after_resuming(lines: Sequence[Line], saved: int) -> str:
     for mine, yours in zip(right, lines, strict=True):
         if mine.letters != yours.letters:
             return (
-                f"After resuming, the words of step {mine.step} must have {mine.letters} letters, not {yours.letters}."
+                f"After resuming, the words of step {mine.step} must contain {mine.letters} letters, got "
+                f"{yours.letters}."
             )
     difference = _apart(lines, right)
     if difference and abs(right[0].loss - lines[0].loss) < _CLOSE:

@@ -6,8 +6,8 @@
 
     turns = launch(compare, 2, config)[0]     # name -> a list of turns, each {"step": s, "data": s, "compute": s, ...}
 
-Because the arms take turns, background load on the machine affects all of them equally. The steps are the trainer's
-steps without logging, evaluation and checkpoints.
+Because the arms take turns, background load on the machine affects all of them equally. Each step is identical to the
+trainer's step, but without logging, evaluation or checkpoints.
 """
 
 import statistics
@@ -80,14 +80,14 @@ def run_interleaved(
     it opens files, allocates memory and rebuilds buckets.
 
     Args:
-        world: The ranks that take the steps.
+        world: The ranks that run the steps.
         arms: The step function of each arm, by name.
         steps: The number of steps per turn.
         turns: The number of recorded turns per arm.
 
     Returns:
-        The turns of each arm. A turn maps "step" to the seconds per step until all ranks are done, and each part of the
-        step to the seconds that this rank spent in it.
+        The turns of each arm. A turn maps "step" to the time per step in seconds until all ranks are done. It also maps
+        each part of the step to the time in seconds that this rank spent in that part.
     """
     taken: dict[Name, list[Turn]] = {name: [] for name in arms}
     for number in range(turns + 1):
@@ -115,7 +115,7 @@ def _meet(world: World) -> None:
     if world.device.type == "cuda":
         torch.cuda.synchronize(world.device)
     if world.size > 1:
-        dist.barrier()  # gloo sleeps in a barrier, so waiting ranks leave the cores to working ones
+        dist.barrier()  # gloo sleeps in a barrier, so waiting ranks leave the cores to busy ranks
 
 
 def medians(turns: Mapping[Name, Sequence[Turn]]) -> dict[Name, Turn]:

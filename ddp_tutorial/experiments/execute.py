@@ -34,14 +34,14 @@ _END_SECONDS = 3.0  # timeout for papermill to shut down its kernel before it is
 
 
 class NotebookError(FailedError):
-    """A notebook failed; the message contains the last lines of its output."""
+    """Raised when a notebook fails. The message contains the last lines of the notebook's output."""
 
 
 def read_parameters(cls: type[SomeConfig], names: Mapping[str, Any], also: tuple[str, ...] = ()) -> SomeConfig:
-    """Return the config that a notebook's parameters describe.
+    """Return the config that a notebook's parameters specify.
 
-    Call it right after the parameters cell, as in `config = read_parameters(TaskConfig, globals())`. Every plain value
-    among the globals is treated as a parameter.
+    Call this function right after the parameters cell, as in `config = read_parameters(TaskConfig, globals())`. Every
+    plain value among the globals is treated as a parameter.
 
     Args:
         cls: The config class.
@@ -100,7 +100,7 @@ def write_result(folder: Path, parameters: Mapping[str, Any], metrics: Mapping[s
 
 
 def run_main_job(steps: int = 600) -> None:
-    """Execute `experiments/train.ipynb` with progress bars; this is `make run`.
+    """Execute `experiments/train.ipynb` with progress bars, as `make run` does.
 
     Raises:
         NotebookError: If the notebook failed.
@@ -160,7 +160,7 @@ def run_notebook(notebook: Path, folder: Path, parameters: Mapping[str, Any]) ->
     executed = folder / notebook.name
     if code or not (folder / "result.json").is_file():
         raise NotebookError(
-            f"{notebook.name} did not run to its end (papermill's exit code: {code}). "
+            f"{notebook.name} did not finish (papermill's exit code: {code}). "
             f"Its outputs so far are in {executed}. The last lines of its log:\n" + "\n".join(last_lines(folder))
         )
     write_page(executed, executed.with_suffix(".html"))
@@ -175,8 +175,8 @@ def execute(
 ) -> int | None:
     """Execute `notebook` with papermill into `folder`.
 
-    All processes that the execution started have exited when this function returns. The parameters are passed in a
-    YAML file to preserve their types; papermill would guess the types of command-line arguments.
+    When this function returns, all processes of the execution have exited. The parameters are passed in a YAML file to
+    preserve their types; papermill would guess the types of command-line arguments.
 
     Args:
         notebook: The notebook to execute.
@@ -224,10 +224,10 @@ def _ended(process: subprocess.Popen[bytes], folder: Path) -> Iterator[None]:
 
 
 def end_processes_of(folder: Path) -> None:
-    """Kill all processes of executions into `folder` or its subfolders.
+    """Kill all processes of executions that write to `folder` or its subfolders.
 
-    A kernel that dies leaves its child processes behind, and an execution outlives a parent that was killed. All these
-    processes inherit an environment variable, which identifies them even after their parent has exited.
+    A kernel that crashes leaves its child processes behind, and an execution outlives a parent that was killed. All
+    these processes inherit an environment variable, which identifies them even after their parent has exited.
     """
     top = folder.resolve()
     kill_tagged(_MARK, lambda mark: Path(mark).is_relative_to(top))

@@ -1,9 +1,9 @@
-"""Execute notebooks and save them reproducibly: two executions of the same source differ only in their measurements.
+"""Execute notebooks, and save them reproducibly.
 
-Saved notebooks contain no timestamps, progress bars or widget state. Cell ids are derived from the cells' text, and
-execution counts are consecutive. The metadata contain a digest of the source. A test compares this digest with the
-source, so committed outputs always belong to the committed source. `make notebooks` uses the digest to skip notebooks
-whose source has not changed.
+Two executions of the same source differ only in their measurements. Saved notebooks contain no timestamps, progress
+bars or widget state. Cell ids are derived from the cells' text, and execution counts are consecutive. The metadata
+contain a digest of the source. A test compares this digest with the source, so committed outputs always belong to the
+committed source. `make notebooks` uses the digest to skip notebooks whose source has not changed.
 
 Modules that only an execution needs are imported where they are used. Importing them takes 1.5 s, which would delay
 notebooks that only read their parameters (`execute`).
@@ -40,7 +40,7 @@ def find_notebooks() -> list[Path]:
 class Chapter(NamedTuple):
     """A notebook and its entry in the README."""
 
-    part: str  # such as Ranks; "" if the README does not list the notebook
+    part: str  # such as "Ranks"; empty if the README does not list the notebook
     path: Path
     shows: str  # a short description in Markdown
 
@@ -48,8 +48,8 @@ class Chapter(NamedTuple):
 def chapters() -> list[Chapter]:
     """Return all notebooks in the order of the README, which also defines the parts.
 
-    Notebooks that the README does not list come last, with an empty part. If there is no README, all notebooks do. The
-    README of an installed package is in its metadata.
+    Notebooks that the README does not list come last, with an empty part. Without a README, this applies to all
+    notebooks. The metadata of an installed package contains its README.
     """
     readme = NOTEBOOKS.parent / "README.md"
     if PROJECT == PACKAGE:
@@ -75,7 +75,7 @@ def refresh(paths: Sequence[Path] = (), *, everything: bool = False) -> None:
 
     Args:
         paths: The notebooks. Defaults to all notebooks of the project.
-        everything: Whether to execute notebooks with current outputs, too.
+        everything: Whether to also execute notebooks with current outputs.
 
     Raises:
         ConfigError: If there are no `paths`, and the project's notebooks are part of an installed package.
@@ -117,7 +117,10 @@ def copy_notebooks(folder: Path) -> None:
 
 
 def _without_outputs(text: str) -> str:
-    """Return the text of a notebook file without outputs. Uses no packages that only notebooks need."""
+    """Return the text of a notebook file without outputs.
+
+    This function does not import packages that only the notebooks require.
+    """
     notebook = json.loads(text)
     notebook["metadata"].pop("ddp_tutorial", None)  # the digest that belongs to the outputs
     for cell in notebook["cells"]:
@@ -184,7 +187,7 @@ def tidy(notebook: Any) -> None:
 def _static(output: Any) -> Any:
     """Return the part of an output that is meaningful without a kernel.
 
-    Of a widget, only its PNG image remains. Progress output is dropped.
+    Only the PNG image of a widget is kept. Progress output is removed.
     """
     data = output.get("data", {})
     if WIDGET in data:
@@ -214,7 +217,7 @@ def is_current(notebook: Any) -> bool:
 
 
 def source_digest(notebook: Any) -> str:
-    """Return a digest of all code cells and their tags; text cells do not affect any output."""
+    """Return a digest of all code cells and their tags. Text cells are excluded, because they do not affect outputs."""
     sha = hashlib.sha256()
     for cell in notebook.cells:
         if cell.cell_type == "code":
@@ -225,7 +228,7 @@ def source_digest(notebook: Any) -> str:
 def _cell_id(cell: Any, taken: set[str]) -> str:
     """Return a cell id derived from the cell's text, and add it to `taken`.
 
-    The id does not change unless the text does.
+    The id changes only if the text changes.
     """
     digest = hashlib.sha256(f"{cell.cell_type}:{cell.source}".encode()).hexdigest()[:8]
     while digest in taken:

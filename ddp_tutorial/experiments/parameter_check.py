@@ -1,7 +1,7 @@
 """Execute the notebook cells that read and check parameters, in separate processes.
 
-A cell can have side effects: change the environment or the working directory, set torch's threads, or exit. The process
-that plans a sweep therefore executes no cells. It starts one process, which imports the package once and forks for each
+A cell can change the environment or the working directory, set the number of torch threads, or exit. The process that
+plans a sweep therefore does not execute cells. It starts one process, which imports the package once and forks for each
 point.
 """
 
@@ -15,11 +15,11 @@ from typing import Any
 
 from ddp_tutorial.config import Config, ConfigError
 
-CELL_SECONDS = 60  # for the two cells of one point
+CELL_SECONDS = 60  # timeout for the two cells of one point
 
 
 def resolve(notebook: str, cells: Sequence[str], points: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Return the configs that the notebook's cells create from the parameters of each point, by name.
+    """Return, for each point, a dict from name to config, which the notebook's cells create from the parameters.
 
     Args:
         notebook: The notebook's name in error messages.

@@ -18,7 +18,7 @@ from ddp_tutorial.ddp.link_model import LinkModel
 BACKWARD = 2 / 3
 BUCKET = 25 * 2**20  # bytes: torch's default
 
-# Assumed round numbers: seconds of latency per message, and bytes per second in one direction.
+# Assumed round numbers for the latency per message in seconds, and the bytes per second in one direction.
 NETWORKS = {
     "1 Gbit/s Ethernet": LinkModel(50e-6, 0.125e9),
     "10 Gbit/s Ethernet": LinkModel(20e-6, 1.25e9),
@@ -30,12 +30,12 @@ NETWORKS = {
 
 @dataclass(frozen=True)
 class StepModel:
-    """A model of the seconds in an optimizer step.
+    """Performance model of an optimizer step.
 
     Attributes:
-        fixed: Seconds of computation per step that do not depend on the number of samples.
-        per_sample: Seconds of computation per sample.
-        nbytes: Bytes of gradients.
+        fixed: Computation time per step, in seconds, that does not depend on the number of samples.
+        per_sample: Computation time per sample, in seconds.
+        nbytes: Size of the gradients in bytes.
         link: The link between neighbors in the all-reduce ring.
         buckets: The number of all-reduces per step.
         overlap: The fraction of the overlappable communication that does overlap with the backward pass. Communication
@@ -61,23 +61,23 @@ class StepModel:
             raise ValueError(f"overlap must be between 0 and 1 and sharing at least 1, got {self}")
 
     def compute(self, samples: float, ranks: int = 1) -> float:
-        """Return the seconds of computation for `samples` samples on one of `ranks` ranks on this machine."""
+        """Return the computation time in seconds for `samples` samples on one of `ranks` ranks on this machine."""
         return (self.fixed + self.per_sample * samples) * (self.sharing if ranks > 1 else 1.0)
 
     def communication(self, ranks: int) -> float:
-        """Return the seconds of a step's all-reduces, including the overlapped part.
+        """Return the time in seconds of a step's all-reduces, including the overlapped part.
 
-        Each all-reduce over p ranks takes 2 (p - 1) messages of 1 / p of its bytes.
+        Each all-reduce over p ranks requires 2 (p - 1) messages, which each contain 1 / p of the bytes.
         """
         return self.buckets * self.link.ring_seconds(self.nbytes / self.buckets, ranks)
 
     def exposed(self, samples: float, ranks: int) -> float:
-        """Return the seconds of communication that do not overlap with the backward pass."""
+        """Return the communication time in seconds that does not overlap with the backward pass."""
         sending = self.communication(ranks)
         return sending - self.overlap * min(sending, BACKWARD * self.compute(samples, ranks))
 
     def seconds(self, batch: int, ranks: int = 1, cores: int | None = None) -> float:
-        """Return the time of a step with a global batch of `batch` samples.
+        """Return the step time in seconds for a global batch of `batch` samples.
 
         The rank with the most samples determines the step time.
 
@@ -85,7 +85,7 @@ class StepModel:
             batch: The global batch size.
             ranks: The number of ranks.
             cores: The number of cores of the machine that all ranks share. If there are fewer cores than ranks, the
-                ranks take turns at computing and at sending, which on one machine is copying.
+                ranks take turns to compute and to send data. Within one machine, sending is copying.
         """
         if batch < 1 or ranks < 1 or (cores is not None and cores < 1):
             raise ValueError(f"batch, ranks and cores must be at least 1, got {batch}, {ranks} and {cores}")
@@ -110,11 +110,11 @@ class StepModel:
         return ranks * self.seconds(batch) / (working * self.seconds(batch * ranks, ranks, cores))
 
     def on(self, link: LinkModel, faster: float = 1.0, larger: float = 1.0) -> "StepModel":
-        """Return the model of the same step on a cluster with one rank per machine.
+        """Return the performance model of the same step for a cluster with one rank per machine.
 
         Args:
             link: The link between the machines.
-            faster: The factor by which each rank computes faster.
+            faster: The factor by which computation on each rank is faster.
             larger: The factor by which the parameters, the gradient bytes and the work per sample grow.
         """
         nbytes, work = self.nbytes * larger, larger / faster
@@ -142,11 +142,11 @@ def fit_step(
     """Fit a `StepModel` to measurements on one rank and on `ranks` ranks.
 
     Args:
-        alone: The seconds of a step on one rank, by number of samples.
-        side_by_side: The global batch size and the seconds of a step on all ranks without all-reduces.
-        all_reduces: The seconds of an all-reduce on all ranks, by number of bytes.
-        trained: The global batch size and the seconds of a step on all ranks with all-reduces.
-        nbytes: Bytes of gradients.
+        alone: Dict from the number of samples to the step time in seconds on one rank.
+        side_by_side: The global batch size, and the step time in seconds on all ranks without all-reduces.
+        all_reduces: Dict from the number of bytes to the all-reduce time in seconds on all ranks.
+        trained: The global batch size, and the step time in seconds on all ranks with all-reduces.
+        nbytes: The size of the gradients in bytes.
         buckets: The number of all-reduces per step.
         ranks: The number of ranks.
         trained_on: The simulated link of the `trained` measurement, if there was one. A slow link shows the overlap
@@ -155,7 +155,7 @@ def fit_step(
     Raises:
         ValueError: If no model fits the measurements.
     """
-    try:  # like a link, a step is fitted by a straight line with positive coefficients
+    try:  # as for a link, fit a straight line with positive coefficients
         line = fit_link([1] * len(alone), list(alone), list(alone.values()))
     except ValueError:
         raise ValueError(

@@ -1,9 +1,9 @@
-"""Simulate many ranks on a machine with few cores: ranks sleep instead of computing, but really communicate.
+"""Simulate many ranks on a machine with few cores.
 
-A sleeping rank needs no core. Therefore, 32 ranks on two cores are as fast as on 32 machines if the network is the
-bottleneck; simulate a rate that is low for the processor, such as 10 Mbit/s. The messages, their timing and their
-overlap match a training run: the backward pass sleeps layer by layer, and each layer's gradient is ready when its sleep
-ends.
+The ranks sleep instead of computing, but their communication is real. A sleeping rank needs no core. Therefore, 32
+ranks on two cores are as fast as on 32 machines if the network is the bottleneck. To make the network the bottleneck,
+simulate a rate that is low for the processor, such as 10 Mbit/s. The messages, their timing and their overlap match a
+training run: the backward pass sleeps layer by layer, and each layer's gradient is ready when its sleep ends.
 """
 
 import math
@@ -22,12 +22,12 @@ from ddp_tutorial.world import World
 
 @dataclass(frozen=True)
 class Sleeper:
-    """The timing and size of a simulated model; a third of the time is the forward pass.
+    """The timing and size of a simulated model, whose forward pass takes a third of the time.
 
     Attributes:
-        fixed: Seconds per step.
-        per_sample: Seconds per sample.
-        nbytes: Bytes of weights, and of gradients, in all layers.
+        fixed: Time per step in seconds, for any number of samples.
+        per_sample: Additional time per sample in seconds.
+        nbytes: Size in bytes of the weights in all layers, and also of the gradients.
         layers: The number of layers.
     """
 
@@ -37,7 +37,7 @@ class Sleeper:
     layers: int = 8
 
     def seconds(self, samples: int) -> float:
-        """Return the seconds of a forward and backward pass for `samples` samples."""
+        """Return the time in seconds of a forward and backward pass for `samples` samples."""
         return self.fixed + self.per_sample * samples
 
 
@@ -57,7 +57,7 @@ class _Sleep(torch.autograd.Function):
 
 
 class SleepingModel(nn.Module):
-    """A module that simulates a `Sleeper`."""
+    """A module with the timing and size of a `Sleeper`."""
 
     def __init__(self, sleeper: Sleeper) -> None:
         """Create the layers' weights."""
@@ -67,7 +67,7 @@ class SleepingModel(nn.Module):
         self.weights = nn.ParameterList(torch.zeros(floats) for _ in range(sleeper.layers))
 
     def forward(self, samples: int) -> torch.Tensor:
-        """Return a scalar loss for a number of samples, after sleeping."""
+        """Sleep for the time of the forward pass, and return a scalar loss."""
         total = torch.zeros(())
         for weight in self.weights:
             total = _Sleep.apply(total, weight, self.sleeper.seconds(samples) / 3 / self.sleeper.layers)
@@ -75,9 +75,9 @@ class SleepingModel(nn.Module):
 
 
 def sleeping_step(sleeper: Sleeper, batch: int, team: World, ddp: DDPConfig) -> Callable[[], None]:
-    """Return a function that takes a step of `batch` samples over all ranks of `team`. Collective.
+    """Return a function that runs a training step on a global batch of `batch` samples. Collective.
 
-    The step returns when this rank has the mean of all ranks' gradients.
+    The function returns when this rank has received the mean of the gradients of all ranks in `team`.
     """
     model = data_parallel(SleepingModel(sleeper), team, ddp)
 

@@ -5,10 +5,10 @@
         results.parquet  results.csv        one row per point; see tables.py
         compare.ipynb    compare.html       notebooks/experiments/compare.ipynb, executed with the table
 
-Each point runs in its own process and has a key derived from its parameters and the code. A point that has finished
-under its key is not run again. Therefore, an interrupted sweep resumes with the next point, and a modified sweep runs
-only its new points. All points run once before any point is repeated, so that a slow period of the machine affects all
-of them equally.
+Each point runs in its own process and has a key derived from its parameters and the code. If a point with the same key
+has already finished, the sweep skips it. Therefore, an interrupted sweep resumes with the next point, and a modified
+sweep runs only its new points. All points run once before any point is repeated, so that a slow period of the machine
+affects all of them equally.
 """
 
 import ast
@@ -53,8 +53,8 @@ Grid = dict[str, list[Any]]
 def read_grid(settings: Sequence[str]) -> Grid:
     """Return the values of each parameter in settings such as `["source=sharded,streamed", "steps=10"]`.
 
-    Values have the types that YAML assigns to them. A value that contains commas is written as in YAML:
-    `sizes=[1,2],[3]` or `text='a,b',c`. `steps=@FILE` reads a YAML or JSON list of values.
+    Values have the types that YAML assigns. A value that contains commas is written as in YAML: `sizes=[1,2],[3]` or
+    `text='a,b',c`. `steps=@FILE` reads a YAML or JSON list of values.
 
     Raises:
         ConfigError: If a setting is malformed, a file cannot be read, or a parameter or value is repeated.
@@ -117,7 +117,7 @@ def read_points(path: Path) -> list[dict[str, Any]]:
     """Return the points in a file, as one dict of parameters per point.
 
     A YAML or JSON file contains a list such as `[{steps: 10, nprocs: 1}, {steps: 20, nprocs: 2}]`. In a CSV file, each
-    row after the header is a point, and its values have the types that YAML assigns to them.
+    row after the header is a point, and its values have the types that YAML assigns.
 
     Raises:
         ConfigError: If the file cannot be read, or if its points are invalid, repeated, or set different parameters.
@@ -135,8 +135,8 @@ def read_points(path: Path) -> list[dict[str, Any]]:
     for number, point in enumerate(points, 1):
         if point.keys() != points[0].keys():
             raise ConfigError(
-                f"{setting!r}: all points must set the parameters of the first point, {', '.join(names)}, but point "
-                f"{number} sets {', '.join(map(str, point))}"
+                f"{setting!r}: all points must set the same parameters as the first point ({', '.join(names)}), got "
+                f"{', '.join(map(str, point))} for point {number}"
             )
     for value in (value for point in points for value in point.values()):
         _as_json(setting, value)
@@ -223,7 +223,7 @@ def _clean(text: str) -> str:
 def code_version(notebook: Any, package: Path = PACKAGE) -> str:
     """Return a digest of all code that affects a result.
 
-    This covers the package's source and configs, and the notebook's code cells.
+    The digest covers the package's source and configs, and the notebook's code cells.
     """
     digest = hashlib.sha256(source_digest(notebook).encode())
     for path in sorted(package.rglob("*")):
@@ -254,8 +254,8 @@ class Parameters:
     def resolve(self, points: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
         """Return the configs that the notebook creates for each point.
 
-        Executes the notebook's two cells in separate processes. This detects a mistake in the last point before the
-        first point runs.
+        The notebook's two cells are executed in separate processes. This check finds a mistake in the last point before
+        the first point runs.
 
         Raises:
             ConfigError: If the notebook rejects the parameters of a point.
@@ -306,18 +306,18 @@ class Point:
 
     @property
     def arguments(self) -> dict[str, Any]:
-        """The notebook's parameters, among them the folder of its result."""
+        """The notebook's parameters, including the folder for its result."""
         return {**nested(self.parameters), "name": self.folder.relative_to(RUNS).as_posix()}
 
     def command(self, notebook: Path) -> str:
         """Return a shell command that runs this point alone; papermill writes the notebook to the current directory."""
-        # YAML 1.1, which papermill reads, needs 1.0e-05: it would read the 1e-05 of JSON as a string.
+        # Papermill reads YAML 1.1, which requires 1.0e-05 and parses JSON's 1e-05 as a string.
         arguments = yaml.safe_dump(self.arguments, default_flow_style=True, sort_keys=False, width=sys.maxsize).strip()
         runs = [] if Path("runs") == RUNS else ["env", f"DDP_TUTORIAL_RUNS={RUNS}"]
         return shlex.join([*runs, "papermill", str(notebook), f"{self.folder.name}.ipynb", "-y", arguments])
 
     def read(self) -> dict[str, Any] | None:
-        """Return the record of the execution, or None if the point has not been run under this key."""
+        """Return the record of the execution, or None if the point has not been run with this key."""
         try:
             record = json.loads((self.folder / "point.json").read_bytes())
         except (OSError, ValueError):
@@ -327,7 +327,7 @@ class Point:
 
 @dataclass(frozen=True)
 class Plan:
-    """A sweep whose points have been validated; nothing has been written yet."""
+    """A sweep whose points have been validated, but which has not written any files yet."""
 
     notebook: Path
     folder: Path
@@ -404,7 +404,7 @@ def _read(notebook: Path) -> Any:
 
 @dataclass(frozen=True)
 class Outcome:
-    """The points of a sweep and their records; `skipped` of the points had finished before."""
+    """The points of a sweep and their records. `skipped` is the number of points that had already finished."""
 
     plan: Plan
     records: list[dict[str, Any]]
@@ -426,7 +426,7 @@ class Outcome:
 
 
 class SweepInterruptedError(KeyboardInterrupt):
-    """A sweep was interrupted: the current point was terminated, and finished points are kept."""
+    """Raised when a sweep is interrupted. The current point was terminated, and finished points are kept."""
 
     def __init__(self, done: int, points: int) -> None:
         """Describe how many points are finished and how to resume."""
@@ -441,7 +441,7 @@ def run_sweep(plan: Plan, timeout: float, report: Callable[[str], object]) -> Ou
     Args:
         plan: The sweep.
         timeout: The timeout of each point in seconds.
-        report: A function to call with a line of text about each failure and the comparison.
+        report: A function to call with a line of text for each failure and for the comparison.
 
     Raises:
         ConfigError: If a different sweep is running in the same folder.
@@ -471,7 +471,7 @@ def _run_points(plan: Plan, timeout: float, report: Callable[[str], object]) -> 
 
     before = {point.key: record for point in plan.points if (record := point.read()) and record["status"] == FINISHED}
     records = []
-    seconds = 0.5 if sys.stderr.isatty() else 60.0  # between updates; each adds a line to a file
+    seconds = 0.5 if sys.stderr.isatty() else 60.0  # between updates; in a file, each update adds a line
     nothing_to_do = len(before) == len(plan.points)
     options: dict[str, Any] = {"unit": "point", "mininterval": seconds, "miniters": 0, "smoothing": 0}
     with tqdm(total=len(plan.points), disable=nothing_to_do, **options) as bar:
@@ -539,7 +539,7 @@ def _outcome_of(folder: Path, notebook: str, code: int | None, timeout: float) -
 
 
 def _failed_cell(executed: Path) -> tuple[str | None, str | None]:
-    """Return the last cell that started, as its number and first line, and its error, from the executed notebook."""
+    """Return the number and first line of the last cell that started, and its error, from the executed notebook."""
     try:
         cells = [cell for cell in nbformat.read(executed, as_version=4).cells if cell.cell_type == "code"]
     except Exception:  # the file is missing, or incomplete

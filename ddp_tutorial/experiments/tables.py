@@ -1,4 +1,4 @@
-"""The table of a sweep, with one row per execution, and comparisons of its groups.
+"""Read and write the table of a sweep, which contains one row per execution, and compare groups of rows.
 
 The columns are the swept parameters, then `repeat`, `status` and `seconds`, then the metrics, then `key`. The table is
 stored as results.parquet, which preserves types, and as results.csv, which any program can open.
@@ -51,16 +51,16 @@ def read_table(path: str | Path) -> list[dict[str, Any]]:
     """Return the rows of a `results.parquet` file.
 
     Raises:
-        ConfigError: If the file is not the table of a sweep.
+        ConfigError: If the file is not a sweep table.
     """
     from pyarrow import ArrowException, parquet
 
     try:
         rows: list[dict[str, Any]] = parquet.read_table(path).to_pylist()
     except (OSError, ArrowException) as error:
-        raise ConfigError(f"{str(path)!r} is not the table of a sweep: {str(error).partition(chr(10))[0]}") from None
+        raise ConfigError(f"{str(path)!r} is not a sweep table: {str(error).partition(chr(10))[0]}") from None
     if not rows or not rows[0].keys() >= FIXED:
-        raise ConfigError(f"{str(path)!r} is not the table of a sweep: its rows must have the keys {sorted(FIXED)}")
+        raise ConfigError(f"{str(path)!r} is not a sweep table: its rows must have the keys {sorted(FIXED)}")
     return rows
 
 
@@ -105,7 +105,7 @@ def groups_of(rows: Sequence[Row], metric: str) -> list[Group]:
     """Group the values of `metric` in the finished rows by the parameters that vary.
 
     Raises:
-        ConfigError: If no row has this metric.
+        ConfigError: If no row contains this metric.
     """
     known = metrics_of(rows)
     if metric not in known:
@@ -154,11 +154,11 @@ class Effect:
     """The ratio of two groups' values, or their difference if a value is not positive, with a confidence interval.
 
     Attributes:
-        estimate: The median over all pairs of values, one of each group (Hodges and Lehmann, 1963).
+        estimate: The median over all pairs of values, one from each group (Hodges and Lehmann, 1963).
         low: The lower end of the interval.
         high: The upper end of the interval.
         confidence: The probability that such an interval contains the true value. With few values, it is below 0.95
-            even for the full range of the pairs: 0.90 for 3 and 3 values.
+            even for the full range of the pairs. For two groups of 3 values, for example, it is 0.90.
         is_ratio: Whether the effect is a ratio.
     """
 
@@ -170,11 +170,11 @@ class Effect:
 
     @property
     def is_distinguishable(self) -> bool:
-        """Whether there is an interval, and it excludes equality, a ratio of 1 or a difference of 0."""
+        """Whether there is an interval that excludes equality (a ratio of 1 or a difference of 0)."""
         return self.confidence > 0 and not self.low <= float(self.is_ratio) <= self.high
 
     def __str__(self) -> str:
-        """Return the estimate and its interval. One value in each group gives no interval."""
+        """Return the estimate and its interval. With one value in each group, there is no interval."""
         if self.confidence == 0:
             return f"{self.estimate:.4g} (no interval)"
         interval = f"{self.confidence:.0%} interval {self.low:.4g} to {self.high:.4g}"
@@ -185,12 +185,12 @@ def effect_of(group: Group, baseline: Group) -> Effect:
     """Estimate the ratio of a group's values to those of a baseline.
 
     The ends of the interval are the k-th smallest and the k-th largest of the pairs. The distribution of Mann and
-    Whitney (1947) gives their confidence: k is the largest number with at least 95 %, or 1. The values must be
-    independent. Turns of the same launch are not, so their interval is too narrow.
+    Whitney (1947) gives their confidence: k is the largest number with a confidence of at least 95 %, or 1. The values
+    must be independent. Turns of the same launch are not independent, so their interval is too narrow.
 
     Args:
-        group: At least one value. A useful interval requires at least 3.
-        baseline: The same.
+        group: A group with at least one value. A useful interval requires at least 3 values.
+        baseline: The reference group, with the same requirements.
     """
     is_ratio = min(*group.values, *baseline.values) > 0
     pairs = sorted(a / b if is_ratio else a - b for a in group.values for b in baseline.values)

@@ -14,12 +14,12 @@ from ddp_tutorial.figures.style import BLUE, COLORS, FAINT, GREEN, INK, RED, sty
 if TYPE_CHECKING:  # imports torch, which drawing does not require
     from ddp_tutorial.lessons.all_reduce import Message
 
-Tensors = Sequence[Sequence[int | None]]  # the numbers of each rank
+Tensors = Sequence[Sequence[int | None]]  # the numbers on each rank
 
 
 @styled
 def processes(parent: str, ranks: Sequence[str], between: str, title: str) -> Figure:
-    """Draw the processes of a launch: the parent, the ranks that it started, and the data that ranks exchange."""
+    """Draw a launch's processes: the parent, the ranks that it started, and the data that the ranks exchange."""
     figure, axes = plt.subplots(figsize=(8, 3.6))
     places = [(0.5 + i) / len(ranks) for i in range(len(ranks))]
     _box(axes, (0.5, 0.85), parent, BLUE)
@@ -45,12 +45,12 @@ def _arrow(axes: Axes, start: tuple[float, float], end: tuple[float, float], sty
 
 @styled
 def collectives(tensors: Mapping[str, tuple[Tensors, Tensors]], title: str) -> Figure:
-    """Draw the numbers that each rank has before and after each collective, with one panel per collective.
+    """Draw each rank's numbers before and after each collective, with one panel per collective.
 
-    A color stands for the rank that the number comes from; sums are black. An empty cell holds no data.
+    A number's color identifies the rank that it comes from; sums are black. An empty cell contains no data.
 
     Args:
-        tensors: The tensors of all ranks before and after each collective. Chunk c of rank r is the number 10 r + c.
+        tensors: All ranks' tensors before and after each collective. Chunk c of rank r is the number 10 r + c.
         title: The title of the figure.
     """
     rows = (len(tensors) + 3) // 4
@@ -74,7 +74,7 @@ def collectives(tensors: Mapping[str, tuple[Tensors, Tensors]], title: str) -> F
 
 
 def _chunk(axes: Axes, x: float, y: float, number: int | None, size: int) -> None:
-    """Draw a square with a number in the color of its rank, or an empty square."""
+    """Draw a number in a square of its rank's color, or an empty square if there is no number."""
     place, side = (x - 0.45, y - 0.45), 0.9
     if number is None:
         axes.add_patch(Rectangle(place, side, side, fill=False, edgecolor="#cccccc", linewidth=0.8))
@@ -89,7 +89,7 @@ def _chunk(axes: Axes, x: float, y: float, number: int | None, size: int) -> Non
 def chunks(rounds: Sequence[Sequence[Sequence[Collection[int]]]], title: str) -> Figure:
     """Draw the ranks that have contributed to each chunk, initially and after each round of a ring all-reduce.
 
-    A cell shows the numbers of the contributing ranks or, with more than 4 ranks, how many ranks have contributed. A
+    A cell lists the contributing ranks. With more than 4 ranks, it shows the number of contributing ranks instead. A
     chunk that has just been received has a thick frame, and a complete chunk is dark. The second row shows the
     all-gather.
 
@@ -134,7 +134,7 @@ def chunks(rounds: Sequence[Sequence[Sequence[Collection[int]]]], title: str) ->
 def messages(sent: Mapping[str, Sequence["Message"]], size: int, title: str) -> Figure:
     """Draw each algorithm's messages as arrows from sender to receiver, in one panel per algorithm.
 
-    A thicker arrow carries more bytes. The label of each rank includes the total number of bytes that it sent.
+    A thicker arrow represents more bytes. Each rank's label includes the total number of bytes that the rank sent.
     """
     figure, grid = plt.subplots(1, len(sent), figsize=(10, 0.9 + 0.62 * size), squeeze=False)
     most = max(message.nbytes for each in sent.values() for message in each)
@@ -164,8 +164,8 @@ def buckets(
     Each layout is a row, each bucket a frame, and each gradient a bar.
 
     Args:
-        layouts: The buckets of each layout; a bucket contains the (name, bytes) of each gradient.
-        order: The names in the order in which the gradients become ready. Earlier gradients are darker.
+        layouts: The buckets in each layout. A bucket contains a (name, bytes) pair for each gradient.
+        order: The gradients' names, in the order in which the gradients become ready. Earlier gradients are darker.
         title: The title of the figure.
         xlabel: The label of the x-axis.
     """
@@ -199,11 +199,11 @@ def buckets(
 def sample_assignment(seen: Mapping[str, Sequence[Sequence[Sequence[int]]]], title: str) -> Figure:
     """Draw the ranks that processed each sample in each epoch, with one panel per name.
 
-    A cell has the colors and numbers of these ranks. A cell is white if no rank processed the sample, and has a thick
+    A cell shows the colors and numbers of these ranks. It is white if no rank processed the sample, and has a thick
     frame if the sample was processed several times.
 
     Args:
-        seen: `seen[name][epoch][sample]` lists the ranks, once per time that they processed the sample.
+        seen: `seen[name][epoch][sample]` lists the ranks that processed the sample, including repeats.
         title: The title of the figure.
     """
     heights = [len(epochs) for epochs in seen.values()]

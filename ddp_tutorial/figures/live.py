@@ -1,6 +1,6 @@
 """Sliders that select a figure in a running notebook.
 
-Without a kernel, such as on a repository's or a book's web page, the first figure is shown instead.
+Without a running kernel, for example on a web page of a repository or a book, only the first figure is shown.
 """
 
 import base64
@@ -17,7 +17,7 @@ import ipywidgets as widgets  # noqa: E402
 
 
 class _Choice(widgets.VBox):  # type: ignore[misc]  # ipywidgets has no type annotations
-    """Sliders above a picture; the picture is the last child."""
+    """Sliders above a picture. The picture is the last child."""
 
     def _repr_mimebundle_(self, **kwargs: Any) -> Any:
         picture = base64.b64encode(self.children[-1].value).decode()
@@ -32,12 +32,12 @@ def explore(
     If `draw` raises `ValueError`, its message appears above the last figure.
 
     Args:
-        draw: The function that returns the figure.
-        start: The initial values. The other sliders start at their first value.
+        draw: A function that takes the selected values as keyword arguments and returns the figure.
+        start: Initial slider values, by name. All other sliders start at their first value.
         choices: The values of each slider.
 
     Raises:
-        ValueError: If a value in `start` is not on a slider.
+        ValueError: If a value in `start` is not one of its slider's values.
     """
     begin = {name: values[0] for name, values in choices.items()} | dict(start or {})
     for name, value in begin.items():

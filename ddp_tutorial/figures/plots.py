@@ -1,4 +1,4 @@
-"""All figures under one name, `plots.NAME`; this module draws measurements and re-exports the other figures."""
+"""Draw measurements, and re-export the other figures, so that all figures are available as `plots.NAME`."""
 
 import statistics
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -95,7 +95,7 @@ def bars(
 ) -> Figure:
     """Draw one horizontal bar per value, labeled with `note(value)`.
 
-    If a bar has several values, its height is their median, and a vertical line spans their range.
+    If a bar represents several values, its length is their median, and a horizontal line spans their range.
     """
     figure, axes = plt.subplots(figsize=(7, 0.7 + 0.5 * len(values)))
     for row, ((_, value), color, hatch) in enumerate(zip(values.items(), cycle(COLORS), cycle(HATCHES))):
@@ -123,7 +123,7 @@ def curves(
     yscale: str = "linear",
     ylim: tuple[float, float] | None = None,
 ) -> Figure:
-    """Draw a line through the points (xs, ys) of each series, labeled with its name at the right end.
+    """Draw each series as a line through its points (xs, ys), labeled with the series' name at the right end.
 
     On a "log" scale, every value must be positive.
     """
@@ -153,7 +153,7 @@ def _label_ends(axes: Axes, ends: Mapping[str, tuple[float, float]], gap: float 
         for low, high in pairwise(range(len(names))):
             lacking = max(0.0, gap - (heights[high] - heights[low])) / 2
             heights[low], heights[high] = heights[low] - lacking, heights[high] + lacking
-        heights[-1] = min(heights[-1], 0.96)  # leave room for the title, which may be as wide
+        heights[-1] = min(heights[-1], 0.96)  # leave room for the title, which may reach this far
     for name, height in zip(names, heights, strict=True):
         x, y = points[name]
         axes.plot([x, 1.03], [y, height], color=colors[name], linewidth=1.2, transform=axes.transAxes, clip_on=False)
@@ -169,15 +169,15 @@ def measured_and_model(
     ylabel: str,
     marks: Mapping[str, float] | None = None,
 ) -> Figure:
-    """Draw measured points and the lines of a model on logarithmic scales.
+    """Draw measured points, and a model's predictions as lines, on logarithmic scales.
 
     Args:
-        measured: The (xs, ys) of each measurement, with xs in bytes and ys in seconds.
-        model: The (xs, ys) of the model, under the same names.
+        measured: The points (xs, ys) of each measurement, with xs in bytes and ys in seconds.
+        model: The points (xs, ys) of the model's lines, under the same names.
         title: The title of the figure.
         xlabel: The label of the x-axis.
         ylabel: The label of the y-axis.
-        marks: Values of x to mark with a vertical line, by label.
+        marks: The x values to mark with vertical lines, by label.
     """
     figure, axes = plt.subplots(figsize=(9, 4.2))
     for (name, (xs, ys)), color, marker in zip(measured.items(), cycle(COLORS), cycle("os^Dv")):
@@ -196,7 +196,7 @@ def measured_and_model(
 
 @styled
 def points(values: Mapping[str, tuple[float, float]], title: str, xlabel: str, ylabel: str) -> Figure:
-    """Draw a labeled point (x, y) for each name on logarithmic scales; x is in bytes."""
+    """Draw a labeled point (x, y) for each name on logarithmic scales, with x in bytes."""
     figure, axes = plt.subplots(figsize=(8, 3.8))
     for (name, (x, y)), color, marker in zip(values.items(), cycle(COLORS), cycle("os^Dv")):
         axes.plot(x, y, marker, color=color, markersize=9, markeredgecolor="white")
@@ -253,14 +253,14 @@ def intervals(
     """Draw a band (low, high) and a point (middle) for each name.
 
     Args:
-        values: The (low, middle, high) of each name.
+        values: The values (low, middle, high) for each name.
         title: The title of the figure.
         xlabel: The label of the x-axis.
-        note: The format of the values.
+        note: A function that formats a value.
         hollow: Names whose points are hollow because there are more ranks than cores.
         model: Predictions by name, drawn with their relative error.
-        mark: An x at which to draw a vertical line.
-        band: The label of the bands.
+        mark: An x value at which to draw a vertical line.
+        band: The legend label of the bands.
     """
     figure, axes = plt.subplots(figsize=(9, 1.2 + 0.48 * len(values)))
     dot: dict[str, Any] = {"marker": "o", "color": BLUE, "markersize": 9, "markeredgewidth": 1.8}
@@ -294,7 +294,7 @@ def intervals(
 def stacked(
     parts: Mapping[str, Mapping[str, float]], title: str, xlabel: str, notes: Mapping[str, str] | None = None
 ) -> Figure:
-    """Draw stacked bars of named parts, each labeled with its total or its entry in `notes`."""
+    """Draw stacked bars of named parts. Each bar is labeled with its total, or with its entry in `notes`."""
     names = list(dict.fromkeys(name for each in parts.values() for name in each))
     figure, axes = plt.subplots(figsize=(9, 1.2 + 0.42 * len(parts)))
     for row, (whole, each) in enumerate(parts.items()):
@@ -325,7 +325,7 @@ def repeats_and_medians(
 ) -> Figure:
     """Draw the value of each repeat as a point above the name of its group, and the group's median as a dash.
 
-    The points of a group are in the order of the repeats. Within a group, the series are side by side. With
+    Within a group, the series are side by side, and each series' points are in the order of the repeats. With
     `from_zero`, the y-axis starts at 0, so that heights show ratios.
     """
     figure, axes = plt.subplots(figsize=(8.5, 3.8))

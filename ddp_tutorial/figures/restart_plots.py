@@ -1,4 +1,4 @@
-"""Figures of jobs that fail and restart: the levels of restarts, attempts, goodput, and changing world sizes."""
+"""Draw jobs that fail and restart: restart levels, attempts, goodput, and changing world sizes."""
 
 from collections.abc import Mapping, Sequence
 from itertools import cycle
@@ -14,7 +14,7 @@ from ddp_tutorial.figures.style import BLUE, COLORS, DASHES, FAINT, GREEN, INK, 
 
 @styled
 def restart_levels(title: str) -> Figure:
-    """Draw Slurm, two agents with the store, four workers and the checkpoint, and which level restarts which."""
+    """Draw Slurm, two agents, four workers and the checkpoint, and the restarts that each level performs."""
     figure, axes = plt.subplots(figsize=(10, 4.6))
     boxes = [
         (
@@ -54,11 +54,11 @@ def attempts(
     parts: Mapping[str, tuple[Sequence[float], Sequence[float], Sequence[float]]],
     title: str,
 ) -> Figure:
-    """Draw a run that was killed and restarted: the step over time, and the losses of all attempts.
+    """Draw the steps over time and the losses of a run that was killed and restarted.
 
     Args:
-        whole: The (steps, losses) of the uninterrupted run.
-        parts: The (seconds, steps, losses) of each attempt, by name.
+        whole: The steps and losses of the uninterrupted run.
+        parts: The seconds, steps and losses of each attempt, by name.
         title: The title of the figure.
     """
     figure, (left, right) = plt.subplots(1, 2, figsize=(10, 3.9))
@@ -85,14 +85,14 @@ def goodput(
     title: str,
     xlabel: str,
 ) -> Figure:
-    """Draw the shares of the time of several runs as stacked bars, and modeled goodputs as markers.
+    """Draw the time shares of several runs' activities as stacked bars, and predicted goodputs as markers.
 
     Args:
         labels: The label of each run.
-        spent: The seconds of each activity, for each run. The first activity is the useful one.
-        models: The goodput of each run, by the name of the model.
+        spent: For each run, the seconds spent on each activity. The first activity counts as goodput.
+        models: For each performance model, the predicted goodput of each run.
         title: The title of the figure.
-        xlabel: What the labels are.
+        xlabel: The label of the x-axis.
     """
     figure, axes = plt.subplots(figsize=(9, 4))
     bottom = [0.0] * len(labels)
@@ -112,7 +112,7 @@ def goodput(
 
 @styled
 def world_sizes(attempts: Sequence[Sequence[Mapping[str, Any]]], title: str) -> Figure:
-    """Draw the step over time. `attempts` contains the steps of each attempt as dicts of time, step and size."""
+    """Draw the step over time. `attempts` lists each attempt's steps as dicts with keys time, step and size."""
     figure, axes = plt.subplots(figsize=(9, 3.4))
     for rows in attempts:
         size = rows[0]["size"]
@@ -126,7 +126,7 @@ def world_sizes(attempts: Sequence[Sequence[Mapping[str, Any]]], title: str) -> 
 
 @styled
 def stale_address(title: str) -> Figure:
-    """Draw two attempts of two ranks that share a store: a fast rank of the second reads an old address."""
+    """Draw two attempts that share a store: in the second attempt, a fast rank reads a stale address."""
     figure, axes = plt.subplots(figsize=(9, 3.2))
     lanes = {"rank 0": 2, "store": 1, "rank 1": 0}
     messages = [

@@ -1,4 +1,4 @@
-"""Draw the metrics of runs for `logs plot`. Imports matplotlib, but not torch."""
+"""Draw run metrics for `logs plot`. This module imports matplotlib, but not torch."""
 
 import io
 import math
@@ -42,7 +42,7 @@ _YLABELS = {
     "loss_scale": "loss scale",
     LOSSES: "loss",
 }
-# These metrics are settings without noise, so they are not smoothed.
+# These metrics are not noisy, so they are not smoothed.
 _SET = {"learning_rate", "loss_scale"}
 
 
@@ -51,14 +51,15 @@ def draw_runs(folders: Sequence[Path], panels: Sequence[str], axis: Axis, window
     """Draw one row per panel, and one column per run or a single column for all runs.
 
     Args:
-        folders: The folders of the runs.
-        panels: Names of metrics, or `LOSSES`.
+        folders: The run folders.
+        panels: Metric names, or `LOSSES`.
         axis: The quantity on the x-axis.
         window: The number of values in the moving average.
         compare: Whether to draw all runs in a single column.
 
     Raises:
-        ConfigError: If the logs are empty, no run has one of the metrics, or a log contains no times for `axis` "time".
+        ConfigError: If the logs are empty, a metric is missing from every run, or `axis` is "time" and a log contains
+            no times.
     """
     read = [read_run(folder) for folder in folders]
     logs, summaries = [rows for rows, _ in read], [summary for _, summary in read]
@@ -98,7 +99,7 @@ def draw_runs(folders: Sequence[Path], panels: Sequence[str], axis: Axis, window
 def write_figure(figure: Figure, path: Path) -> None:
     """Write `figure` in the format given by the suffix of `path`, and close it.
 
-    The output is deterministic: the same figure is written as the same bytes.
+    The output is deterministic: writing the same figure twice produces bitwise identical files.
     """
     drawn = io.BytesIO()
     undated: dict[str, dict[str, Any]] = {".svg": {"Date": None}, ".pdf": {"CreationDate": None}}
@@ -126,12 +127,12 @@ def _places(rows: Sequence[Row], axis: Axis, summary: Summary) -> list[float]:
     if axis == "time":
         times = elapsed_seconds(rows)
         if rows and times[-1] == 0:
-            raise ConfigError(f"{summary.path} has no step times; use --x step")
+            raise ConfigError(f"{summary.path} contains no step times; use --x step")
         return times
     if axis == "step":
         return [row["step"] for row in rows]
     count, places = 0.0, []
-    for row in rows:  # an evaluation's row has no count and belongs to the previous step
+    for row in rows:  # an evaluation's row contains no count, and belongs to the previous step
         count = finite_number(row, summary.unit) or count
         places.append(count)
     return places
@@ -149,7 +150,7 @@ def _line_style(index: int) -> dict[str, Any]:
 def _draw(
     axes: Axes, panel: str, rows: Sequence[Row], places: Sequence[float], window: int, look: dict[str, Any]
 ) -> None:
-    """Draw one panel of one run; non-finite values leave a gap."""
+    """Draw one run in one panel. Non-finite values leave a gap."""
     for name in _metrics(panel):
         points = [(x, metric(row, name)) for x, row in zip(places, rows, strict=True) if _is_in(row, name)]
         xs = [x for x, _ in points]
@@ -164,7 +165,7 @@ def _draw(
 
 
 def _as_points(look: dict[str, Any]) -> dict[str, Any]:
-    """Return the style of a curve with few values: markers on a thin line, larger for a thicker line style."""
+    """Return the style of a curve with few values. Thicker line styles get larger markers on the thin line."""
     size = 3.5 + 2 * look["linewidth"]
     return look | {"linewidth": 0.8, "marker": "o", "markersize": size, "markeredgewidth": 0, "zorder": 3}
 
@@ -172,7 +173,7 @@ def _as_points(look: dict[str, Any]) -> dict[str, Any]:
 def _is_in(row: Row, name: str) -> bool:
     """Return whether the row contains the metric.
 
-    A value of None counts: it represents a non-finite value, which leaves a gap.
+    A value of None also counts. It represents a non-finite value, which leaves a gap.
     """
     group, _, key = name.rpartition(".")
     inside = row.get(group) if group else row
@@ -180,7 +181,7 @@ def _is_in(row: Row, name: str) -> bool:
 
 
 def _smoothed(values: Sequence[float], window: int) -> list[float]:
-    """Return a moving average over the finite values; gaps remain gaps."""
+    """Return a moving average over the finite values. Non-finite values become NaN."""
     means = iter(smooth([value for value in values if math.isfinite(value)], window))
     return [next(means) if math.isfinite(value) else math.nan for value in values]
 
@@ -198,7 +199,7 @@ def _title(figure: Figure, grid: Any, summaries: Sequence[Summary], compare: boo
 
 
 def _differences(summaries: Sequence[Summary], most: int = 6) -> str:
-    """Return a sentence with the settings that differ between the runs, with their values in the order of the runs."""
+    """Return a sentence that lists the settings that differ between the runs, with their values in run order."""
     settings = [
         f"{name} ({', '.join(dict.fromkeys(map(_format_value, v)))})"
         for name, v in differing_settings(summaries).items()

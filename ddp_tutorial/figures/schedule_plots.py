@@ -1,4 +1,4 @@
-"""Pipeline schedules, planned or measured: one row per rank, one box per forward and backward pass."""
+"""Draw planned or measured pipeline schedules, with one row per rank and one box per forward or backward pass."""
 
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
@@ -13,23 +13,23 @@ if TYPE_CHECKING:
     from ddp_tutorial.pipeline.schedules import Timed
 
 _YELLOW = "#F7D488"
-_COLORS = {"F": (BLUE, SKY), "B": (ORANGE, _YELLOW), "W": (GREEN, GREEN)}  # of the first stage of a rank, and of others
+_COLORS = {"F": (BLUE, SKY), "B": (ORANGE, _YELLOW), "W": (GREEN, GREEN)}  # of a rank's first stage and of later stages
 
 
 @styled
 def schedules(plans: Mapping[str, Sequence[Sequence["Timed"]]], title: str, xlabel: str = "seconds") -> Figure:
     """Draw the actions of each rank in one panel per name.
 
-    All panels share one time axis, which starts at the first action of the panel. A box contains the number of its
-    micro-batch. If a rank has several stages, all except its first one are lighter. White is idle time. Actions of kind
-    "W" compute only the gradient of the weights, in a schedule that splits the backward pass.
+    All panels share one time axis. Time zero is the start of the panel's first action. A box contains the index of its
+    micro-batch. If a rank runs several stages, all stages except the first are lighter. White is idle time. Actions of
+    kind "W" occur in schedules that split the backward pass, and compute only the gradients of the weights.
     """
     heights = [len(ranks) for ranks in plans.values()]
     size = (10, 0.9 + sum(0.45 + 0.34 * height for height in heights))
     figure, grid = plt.subplots(len(plans), 1, figsize=size, squeeze=False, sharex=True, height_ratios=heights)
     last = max(end - _zero(ranks) for ranks in plans.values() for rank in ranks for _, _, end in rank)
     largest = max(m for ranks in plans.values() for rank in ranks for (_, _, m), _, _ in rank)
-    room = 0.006 * (1 + len(str(largest))) * last  # the width of a number
+    room = 0.006 * (1 + len(str(largest))) * last  # the width of an index
     for axes, (name, ranks) in zip(grid[:, 0], plans.items(), strict=True):
         zero = _zero(ranks)
         for row, rank in enumerate(ranks):

@@ -29,7 +29,7 @@ from ddp_tutorial.figures.style import (
 if TYPE_CHECKING:  # imports torch, which drawing does not require
     from ddp_tutorial.ddp.timeline import Span, Timeline
 
-# The color and hatch of each part of a step in `gantt`.
+# The color and hatch of each phase of a step in `gantt`.
 _GANTT = {
     "data": (PURPLE, "xx"),
     "forward": (SKY, ""),
@@ -44,7 +44,7 @@ _BACKGROUND = "#e4e4e4"  # behind both lanes during the backward pass
 def swimlane(
     spans: Sequence["Span"], title: str, xlabel: str = "seconds since the start of the first process"
 ) -> Figure:
-    """Draw the spans of each process as bars in one lane per process; time zero is the earliest start."""
+    """Draw each process's spans as bars, with one lane per process. Time zero is the earliest start."""
     lanes = list(dict.fromkeys(span.lane for span in spans))
     names = list(dict.fromkeys(span.name for span in spans))
     looks = {name: (COLORS[i % len(COLORS)], HATCHES[i % len(HATCHES)]) for i, name in enumerate(names)}
@@ -71,10 +71,10 @@ def swimlane(
 
 @styled
 def gantt(timelines: Mapping[str, "Timeline"], rank: int = 0, title: str = "") -> Figure:
-    """Draw the computation and the communication of one rank in several runs on one time axis.
+    """Draw one rank's computation and communication in several runs, on one time axis.
 
-    The gray background is the backward pass. Communication on it is overlapped, the rest is exposed. The label of a run
-    contains its duration and its exposed communication.
+    A gray background marks the backward pass. Communication on this background is overlapped; all other communication
+    is exposed. A run's label contains the durations of the step and of its exposed communication.
     """
     figure, axes = plt.subplots(figsize=(9, 1.2 + 0.95 * len(timelines)))
     _gantt(axes, timelines, rank)
@@ -129,7 +129,7 @@ def _edge(color: str) -> str:
 
 
 def _seen(timeline: "Timeline", rank: int) -> list["Span"]:
-    return [span for span in timeline.ranks[rank] if span.name != "grads"]  # contains the other spans
+    return [span for span in timeline.ranks[rank] if span.name != "grads"]  # "grads" contains the other spans
 
 
 def _milliseconds(spans: Sequence["Span"]) -> float:
@@ -146,12 +146,12 @@ def sweeps(
 ) -> Figure:
     """Draw a time as a function of x, with one panel per name.
 
-    A point is the fastest measurement at an x, and a line extends from it to the median. A second line shows the
-    model. The minimum of each is marked, and its x is in the panel's title.
+    A point marks the fastest measurement at an x, and a vertical line extends from the point to the median. A curve
+    shows the model. The minima of the measurements and of the model are marked, and the panel's title contains their x.
 
     Args:
-        measured: The xs, and several measurements per x, of each panel.
-        model: The (xs, ys) of the model in each panel.
+        measured: For each panel, the xs, and several measurements per x.
+        model: For each panel, the points (xs, ys) of the model.
         title: The title of the figure.
         xlabel: The label of the x-axes.
         ylabel: The label of the y-axis.
@@ -182,7 +182,7 @@ def _sweep(
     several: Sequence[Sequence[float]],
     model: tuple[Sequence[float], Sequence[float]],
 ) -> tuple[float, float]:
-    """Draw one panel of `sweeps`, and return the x of the lowest measurement and of the model's minimum."""
+    """Draw one panel of `sweeps`, and return the x values of the lowest measurement and of the model's minimum."""
     quickest = [min(ys) for ys in several]
     best = min(range(len(xs)), key=quickest.__getitem__)
     fine, line = model
@@ -209,16 +209,16 @@ def one_of_sweep(
     xlabel: str,
     rank: int = 0,
 ) -> Figure:
-    """Draw one point of a sweep: the timeline of its step, as in `gantt`, above the sweep, as in `sweeps`.
+    """Draw the timeline of one point in a sweep, as in `gantt`, above the sweep, as in `sweeps`.
 
-    The point is marked in the lower panel, whose other symbols are those of `sweeps`. The time axis of the upper panel
-    fits every timeline, so figures for different points have the same scale.
+    The lower panel also marks the point. The time axis of the upper panel fits every timeline, so figures for different
+    points have the same scale.
 
     Args:
         timelines: The timeline of a step at each x.
         x: The point to show.
         several: The measurements at each x, in milliseconds.
-        model: The (xs, ys) of the model.
+        model: The points (xs, ys) of the model.
         title: The title of the figure.
         xlabel: The label of the x-axis.
         rank: The rank whose timeline is drawn.

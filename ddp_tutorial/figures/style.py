@@ -20,7 +20,7 @@ DASHES = ["-", (0, (5, 2)), (0, (1, 1.5)), (0, (6, 2, 1, 2))]
 HATCHES = ["", "///", "...", "\\\\\\", "xx", "++"]
 INK, FAINT = "#222222", "#888888"
 
-# The (xs, ys) of each series, by name.
+# The points (xs, ys) of each series, by name.
 Series = Mapping[str, tuple[Sequence[float], Sequence[float]]]
 
 _STYLE: dict[Any, Any] = {

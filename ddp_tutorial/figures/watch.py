@@ -1,7 +1,8 @@
-"""A live picture of a run: losses, throughput, and the resources of each rank. Imports matplotlib, but not torch.
+"""Show the losses, the throughput and each rank's resources while a run is in progress.
 
-Everything is read from the run's folder. Therefore, any process that can read the folder can watch the run: the
-notebook that started the run in a separate process, a different notebook, or a different machine with the same disk.
+This module imports matplotlib, but not torch. It reads all data from the run's folder, so any process that can read the
+folder can watch the run: the notebook that started the run in a separate process, a different notebook, or a different
+machine with the same disk.
 """
 
 import time
@@ -23,16 +24,16 @@ from ddp_tutorial.runs.summaries import Row, Summary, finite_number, numbers_of_
 def watch(run: str | Path, *, seconds: float = float("inf"), every: float = 1.0) -> None:
     """Show a run in a notebook and refresh the picture while the run is in progress.
 
-    Stops when the run has ended, after `seconds` seconds, or when the cell is interrupted. An interrupt does not affect
-    the run. The last picture remains in the notebook.
+    The function returns when the run has ended, after `seconds` seconds, or when the cell is interrupted. An interrupt
+    does not affect the run. The last picture remains in the notebook.
 
     Args:
         run: The run's folder.
-        seconds: The timeout.
-        every: Seconds between two refreshes.
+        seconds: The timeout in seconds.
+        every: The number of seconds between refreshes.
 
     Raises:
-        ConfigError: If `run` is not the folder of a run.
+        ConfigError: If `run` is not a run folder.
     """
     from IPython.display import Image, display  # only in a notebook
 
@@ -52,11 +53,11 @@ def watch(run: str | Path, *, seconds: float = float("inf"), every: float = 1.0)
 def dashboard(run: str | Path) -> Figure:
     """Draw the current state of a run.
 
-    The panels show the loss and the throughput by step, each rank's memory at each evaluation, and the seconds of each
-    phase between the last two evaluations.
+    The panels show the loss and the throughput by step, each rank's memory at each evaluation, and the seconds spent in
+    each phase between the last two evaluations.
 
     Raises:
-        ConfigError: If `run` is not the folder of a run.
+        ConfigError: If `run` is not a run folder.
     """
     return _drawn(Path(run), *read_run(Path(run)))
 

@@ -1,4 +1,4 @@
-"""All-reduce from scratch: around a ring and along a tree, with nothing but send and receive."""
+"""All-reduce from scratch, around a ring and along a tree, using only send and receive."""
 
 from typing import NamedTuple
 
@@ -9,7 +9,7 @@ from ddp_tutorial.world import World, require_group
 
 
 class Message(NamedTuple):
-    """A message that a rank sent: the round, the receiver, the chunk of the tensor and the number of bytes."""
+    """A message that a rank sent. It contains one chunk of the tensor."""
 
     round: int
     sender: int
@@ -23,17 +23,17 @@ def ring_all_reduce(world: World, tensor: torch.Tensor) -> list[Message]:
 
     The tensor is split into one chunk per rank. In the first N - 1 rounds (the reduce-scatter), each rank sends a chunk
     to the next rank, which adds its own values. Then each rank has one complete chunk. In the last N - 1 rounds (the
-    all-gather), the complete chunks travel around the ring.
+    all-gather), the ranks pass the complete chunks around the ring.
 
     A rank sends 2 (N - 1) / N of the tensor in 2 (N - 1) rounds, so the number of bytes hardly depends on the number of
-    ranks. Each chunk is summed once and then copied, so the result is bitwise identical on all ranks. A different
-    number of ranks may round differently.
+    ranks. Each chunk is summed once and then copied, so the result is bitwise identical on all ranks. With a
+    different number of ranks, rounding may differ.
 
     Patarasuk & Yuan, "Bandwidth optimal all-reduce algorithms for clusters of workstations", 2009.
 
     Args:
         world: The ranks.
-        tensor: On the CPU, of any shape.
+        tensor: A CPU tensor of any shape.
 
     Returns:
         The messages that this rank sent.
@@ -48,7 +48,7 @@ def ring_all_reduce(world: World, tensor: torch.Tensor) -> list[Message]:
         # Rank r first sends chunk r, and then in each round the chunk that it has just received.
         outgoing, incoming = (world.rank - round_) % world.size, (world.rank - round_ - 1) % world.size
         received = torch.empty_like(chunks[incoming]) if reducing else chunks[incoming]
-        # Start to receive before anyone sends, so that no message waits for its receiver. If the tensor is shorter than
+        # Start the receive before the send, so that no message waits for its receiver. If the tensor is shorter than
         # the ring, some chunks are empty and are not sent.
         receiving = dist.irecv(received, left) if received.numel() else None
         sending = dist.isend(chunks[outgoing], right) if chunks[outgoing].numel() else None
@@ -66,11 +66,11 @@ def ring_all_reduce(world: World, tensor: torch.Tensor) -> list[Message]:
 def tree_all_reduce(world: World, tensor: torch.Tensor) -> list[Message]:
     """Sum `tensor` over all ranks, in place, up a binomial tree and down again. Collective.
 
-    In the first round, every second rank sends its tensor to its neighbor. In the next round, every second one of the
-    receivers does the same. After log2 N rounds, rank 0 has the sum, which returns along the same tree.
+    In the first round, every second rank sends its tensor to its neighbor. In the next round, every second
+    receiver does the same. After log2 N rounds, rank 0 holds the sum, which is sent back along the same tree.
 
-    There are few rounds, so a tree is fast for small tensors. Each round sends the full tensor, so it is slow for large
-    ones. The result is bitwise identical on all ranks.
+    A tree takes few rounds, so it is fast for small tensors. Each round sends the full tensor, so a tree is slow for
+    large tensors. The result is bitwise identical on all ranks.
 
     Returns:
         The messages that this rank sent.
@@ -100,6 +100,6 @@ def tree_all_reduce(world: World, tensor: torch.Tensor) -> list[Message]:
 
 
 def _put_back(tensor: torch.Tensor, flat: torch.Tensor) -> None:
-    """Copy `flat` to `tensor`, unless it is a view of it."""
+    """Copy `flat` to `tensor`, unless `flat` is a view of `tensor`."""
     if flat.data_ptr() != tensor.data_ptr():
         tensor.detach().copy_(flat.view(tensor.shape))

@@ -1,4 +1,4 @@
-"""The harness of 12_fault_tolerance: start a job, cause a fault at a step, and read the log of all attempts."""
+"""Harness of notebook 12_fault_tolerance: start a job, inject a fault at a step, and read the log of all attempts."""
 
 import json
 import os
@@ -21,7 +21,7 @@ TORCHRUN = [sys.executable, "-m", "torch.distributed.run"]
 def start(folder: Path, name: str, *command: object, faults: Sequence[Fault] = (), **variables: str) -> Any:
     """Start a command in `folder`, and return its `subprocess.Popen`. The run's own folder is `folder/name`.
 
-    The process has the file with its output as attribute `log`.
+    The attribute `log` of the process is the path of the file that contains the process's output.
     """
     (folder / name).mkdir(exist_ok=True)
     environment = os.environ | {"OMP_NUM_THREADS": "1", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
@@ -36,32 +36,32 @@ def start(folder: Path, name: str, *command: object, faults: Sequence[Fault] = (
 def finish(process: Any, code: int = 0) -> None:
     """Wait until a process exits, and raise `AssertionError` with its output unless it exits with `code`."""
     process.wait(timeout=240)
-    assert process.returncode == code, f"exit code {process.returncode}: {process.log.read_text()[-3000:]}"
+    assert process.returncode == code, f"exit code {process.returncode}, not {code}: {process.log.read_text()[-3000:]}"
 
 
 def wait_until(condition: Callable[[], object], what: str, seconds: float = 120) -> None:
-    """Wait until `condition()` is true, and raise `TimeoutError` if it is not within `seconds`."""
+    """Wait until `condition()` is true. Raise `TimeoutError` after `seconds` seconds."""
     deadline = time.monotonic() + seconds
     while not condition():
         if time.monotonic() > deadline:
-            raise TimeoutError(f"{what}: not within {seconds:.0f} s")
+            raise TimeoutError(f"{what}: timed out after {seconds:.0f} s")
         time.sleep(0.1)
 
 
 def attempts_of(folder: Path) -> list[list[Row]]:
-    """Return the logged steps of each attempt. An attempt ends when rank 0 becomes a different process.
+    """Return the logged steps of each attempt. A new attempt starts when rank 0's process ID changes.
 
     Times are in seconds since the first step of the first attempt.
     """
     log = folder / "log.jsonl"
     text = log.read_text() if log.exists() else ""
-    rows = [json.loads(line) for line in text[: text.rfind("\n") + 1].splitlines()]  # without an incomplete line
+    rows = [json.loads(line) for line in text[: text.rfind("\n") + 1].splitlines()]  # without an incomplete last line
     rows = [row | {"time": row["time"] - rows[0]["time"]} for row in rows]
     return [list(group) for _, group in groupby(rows, key=lambda row: row["pid"])]
 
 
 def describe(attempts: Sequence[Sequence[Row]]) -> str:
-    """Return a line for each attempt: its steps, and what the restart before it cost."""
+    """Return a line for each attempt, with its steps and the cost of the restart before it."""
     lines: list[str] = []
     for number, attempt in enumerate(attempts):
         first, last = attempt[0], attempt[-1]
@@ -75,13 +75,13 @@ def describe(attempts: Sequence[Sequence[Row]]) -> str:
 
 
 def inject(folder: Path, rank: int, size: int, step: int, signals: Sequence[int]) -> None:
-    """Pace a step, and cause the faults that the variable FAULTS lists: once each, on the last of several ranks.
+    """Pace a step, and inject each fault that the variable FAULTS lists once, on the last of several ranks.
 
     Args:
-        folder: Where to record which faults have happened.
+        folder: The folder in which to record the injected faults.
         rank: This rank.
         size: The world size. A step on one rank is slower.
-        step: The number of the step that is complete.
+        step: The number of the completed step.
         signals: The signals that this rank has received.
     """
     time.sleep(0.02 if size > 1 else 0.5)
@@ -92,9 +92,9 @@ def inject(folder: Path, rank: int, size: int, step: int, signals: Sequence[int]
         happened.touch()
         if kind == "time limit":
             agent = psutil.Process(os.getppid())
-            for process in [agent, *agent.children()]:  # as Slurm does: all processes of the job step
+            for process in [agent, *agent.children()]:  # signal all processes of the job step, as Slurm does
                 process.send_signal(signal.SIGUSR1)
-            while not signals:  # take no step until the signal has reached this rank
+            while not signals:  # take no step until this rank has received the signal
                 time.sleep(0.01)
             continue
         if kind == "kill machine":

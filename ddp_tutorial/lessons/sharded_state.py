@@ -1,4 +1,4 @@
-"""The instruments of 17_sharded_state: count or slow down collectives, time the blocks of a model, and sum bytes."""
+"""Instruments of notebook 17_sharded_state: record or slow down collectives, time a model's blocks, and count bytes."""
 
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -23,14 +23,14 @@ _KINDS = {
 
 
 class Transfer(NamedTuple):
-    """A collective of this rank.
+    """A collective on this rank.
 
     Attributes:
         kind: "all-reduce", "gather" or "scatter".
-        nbytes: The bytes that this rank sends, with an algorithm that sends the least.
+        nbytes: The number of bytes that this rank sends, with an algorithm that sends the fewest bytes.
         ranks: The ranks of the process group.
-        start: When the link is free for it, in seconds.
-        end: When the link has carried it.
+        start: The time at which the link is free for this transfer, in seconds.
+        end: The time at which the link has carried this transfer, in seconds.
     """
 
     kind: str
@@ -41,19 +41,19 @@ class Transfer(NamedTuple):
 
 
 class Network:
-    """Records the collectives of this rank in `transfers`, while it is used as a context manager.
+    """Context manager that records this rank's collectives in `transfers`.
 
     With `megabytes_per_second`, a gather or a scatter completes only when a link of this bandwidth would have carried
-    it. The link carries one transfer at a time, and the rank computes meanwhile. All-reduces are then neither slowed
-    down nor recorded: DDP has `simulated_link` for them (see `follow`). Collectives that PyTorch starts in C++ are not
-    recorded.
+    its bytes. The link carries one transfer at a time, while the rank computes. All-reduces are then neither slowed
+    down nor recorded; use DDP's `simulated_link` instead (see `follow`). Collectives that PyTorch starts in C++ are
+    never recorded.
     """
 
     def __init__(self, megabytes_per_second: float | None = None) -> None:
         """Store the bandwidth; None does not slow anything down."""
         self.rate = None if megabytes_per_second is None else megabytes_per_second * 1e6
         self.transfers: list[Transfer] = []
-        self._free = 0.0  # when the link has carried all transfers so far
+        self._free = 0.0  # the time at which the link has carried all transfers so far
 
     def __enter__(self) -> "Network":
         """Replace the functions of `torch.distributed`."""
@@ -98,12 +98,12 @@ class Network:
         link.observer = record
 
     def sent(self, kind: str = "") -> int:
-        """Return the bytes of all transfers, or of those of one kind."""
+        """Return the number of bytes in all transfers, or in the transfers of one kind."""
         return sum(transfer.nbytes for transfer in self.transfers if kind in ("", transfer.kind))
 
 
 class _Delayed:
-    """A collective that completes when its work does, but not before `end`."""
+    """A collective that completes when its work completes, but not before `end`."""
 
     def __init__(self, work: Any, end: float) -> None:
         self.work, self.end = work, end
@@ -117,10 +117,10 @@ class _Delayed:
 
 
 def watch(blocks: Iterable[nn.Module]) -> dict[str, list[float]]:
-    """Return a dict in which each step stores when each block computes: "forward 0" -> [start, end], in seconds.
+    """Return a dict in which each step stores the times of each block, as in "forward 0" -> [start, end], in seconds.
 
-    A block's forward pass lasts from hook to hook. Its backward pass lasts from the gradient of its output to the last
-    gradient of its parameters.
+    A block's forward pass lasts from its forward pre-hook to its forward hook. Its backward pass lasts from the
+    gradient of its output to the last gradient of its parameters.
     """
     times: dict[str, list[float]] = {}
 
@@ -155,9 +155,9 @@ class Span(NamedTuple):
 
 
 def spans(computed: Mapping[str, Sequence[float]], transfers: Iterable[Transfer]) -> list[Span]:
-    """Return what `watch` and `Network` recorded in a step as spans.
+    """Return the times that `watch` and `Network` recorded in a step, as spans.
 
-    The name of a gather or a scatter contains the number of its block, and that of an all-reduce a running number.
+    The name of a gather or a scatter contains the index of its block. All-reduces are numbered consecutively.
     """
     blocks = list(range(len(computed) // 2))
     order = {"gather": ["", *blocks, *blocks[::-1]], "scatter": [*blocks[::-1], ""], "all-reduce": range(99)}
@@ -167,7 +167,7 @@ def spans(computed: Mapping[str, Sequence[float]], transfers: Iterable[Transfer]
 
 
 class TimedStep(NamedTuple):
-    """The duration of a step in seconds, the result of `watch`, and the transfers of the network."""
+    """A timed step: its duration in seconds, the result of `watch`, and the network transfers."""
 
     seconds: float
     computed: dict[str, list[float]]
@@ -180,9 +180,9 @@ def fastest(
     network: Network,
     repeats: int = 6,
 ) -> dict[str, TimedStep]:
-    """Run the steps in turn, and return the fastest repeat of each, without the first one. Collective.
+    """Run the steps in turn, and return each step's fastest repeat, excluding the first repeat. Collective.
 
-    In its first step, the package also checks the loss function, with additional forward passes.
+    In its first step, the package also checks the loss function, which takes additional forward passes.
     """
     found: dict[str, TimedStep] = {}
     for number, (name, step) in enumerate(list(steps.items()) * (1 + repeats)):
@@ -197,13 +197,13 @@ def fastest(
 
 
 def local_bytes(tensors: Iterable[torch.Tensor | None]) -> int:
-    """Return the bytes that this rank holds. Each tensor counts once, and a DTensor counts as its shard."""
+    """Return the number of bytes that this rank stores. Each tensor counts once, and a DTensor counts as its shard."""
     once = {id(tensor): tensor for tensor in tensors if tensor is not None}.values()
     return sum((tensor.to_local() if isinstance(tensor, DTensor) else tensor).nbytes for tensor in once)
 
 
 def state_bytes(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, int]:
-    """Return the bytes of parameters, gradients and optimizer state that this rank holds."""
+    """Return the bytes of parameters, gradients and optimizer state that this rank stores."""
     parameters = list(model.parameters())
     stepped = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     return {

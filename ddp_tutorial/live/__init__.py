@@ -1,11 +1,13 @@
 """Inspect and change running ranks between calls.
 
-`pool` defines `Ranks`, ranks that keep their variables from call to call and recover from errors, interrupts and hangs.
-`controller` manages all ranks of a pool, and `worker_handle` one rank. `backends` starts the processes on this machine
-or on the hosts of a cluster (`hosted`). `worker` is the rank's side, and `messages` defines the messages between the
-two sides. `display` shows the output of a cell on each rank, `figures` sends matplotlib figures to the notebook, and
-`script` writes the cells as a script for torchrun. `magics` defines the notebook magics: `%load_ext ddp_tutorial`,
-`%ranks`, `%%ranks`.
+- `pool` defines `Ranks`: ranks that keep their variables between calls and recover from errors, interrupts and hangs.
+- `controller` manages all ranks of a pool, and `worker_handle` manages one rank.
+- `backends` starts the processes on this machine or on the hosts of a cluster (`hosted`).
+- `worker` contains the code that runs in each rank.
+- `messages` defines the messages between the pool and its ranks.
+- `display` shows each rank's cell output, and `figures` sends matplotlib figures to the notebook.
+- `script` writes the cells as a script for torchrun.
+- `magics` defines the notebook magics `%ranks` and `%%ranks`, which `%load_ext ddp_tutorial` loads.
 """
 
 import lazy_loader

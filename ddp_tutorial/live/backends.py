@@ -38,7 +38,7 @@ class Backend(Protocol):
 
     @property
     def outage(self) -> str:
-        """Why the ranks cannot reach one another; an empty string if they can or if the reason is unknown."""
+        """Reason why the ranks cannot communicate, or an empty string if they can or if the reason is unknown."""
 
     def open(self) -> None:
         """Prepare to start ranks."""
@@ -62,7 +62,7 @@ class Backend(Protocol):
         """Return the ranks' process IDs, as the ranks see them."""
 
     def node_of(self, rank: int) -> str | None:
-        """Return the name of a rank's node; None without a cluster."""
+        """Return the name of a rank's node, or None without a cluster."""
 
     def close(self) -> None:
         """Release the resources of the backend."""
@@ -139,19 +139,17 @@ class ClusterBackend:
             raise ConfigError(f"cluster must be a Cluster, such as Cluster(2, '1gbit'), got {cluster!r}")
         self.cluster, self.n, self.nodes = cluster, n, len(cluster)
         if n % self.nodes:
-            raise ConfigError(
-                f"the number of ranks must be a multiple of the {self.nodes} nodes, such as {self.nodes}, got {n}"
-            )
+            raise ConfigError(f"the number of ranks must be a multiple of the number of nodes ({self.nodes}), got {n}")
         self.is_ours = not cluster.is_up
 
     @property
     def description(self) -> str:
-        """Number of nodes and speed of their links."""
+        """The number of nodes, and the rate and delay of their links."""
         return f", on {self.nodes} node{'s' if self.nodes > 1 else ''}, {self.cluster.description}"
 
     @property
     def outage(self) -> str:
-        """The nodes whose cables are unplugged; an empty string if there are none."""
+        """The nodes whose cables are unplugged, or an empty string if there are none."""
         out = sorted(self.cluster.unplugged)
         return f"the cable of {' and '.join(out)} is unplugged" if out else ""
 
@@ -218,7 +216,7 @@ class ClusterBackend:
 
 
 class NodeProcess:
-    """Process of a rank on a node, with the methods of `multiprocessing.Process` that a pool needs.
+    """A rank's process on a node, with the methods of `multiprocessing.Process` that a pool needs.
 
     The process is not a child of this process. Its exit code arrives through a pipe. The pipe closes when the process
     exits, and also when the whole cluster stops.
@@ -232,7 +230,7 @@ class NodeProcess:
             node: Index of the node.
             env: Additional environment variables.
             output: File descriptor for stdout and stderr.
-            files: Further file descriptors that the process inherits.
+            files: Additional file descriptors that the process inherits.
         """
         self.exitcode: int | None = None
         self.sentinel, status = os.pipe()
@@ -260,5 +258,5 @@ class NodeProcess:
 
     def _signal(self, number: signal.Signals) -> None:
         if self.exitcode is None:
-            with suppress(FailedError, RuntimeError):  # the cluster has stopped, and the rank with it
+            with suppress(FailedError, RuntimeError):  # the cluster has stopped, and so has the rank
                 self._cluster.send_signal(self.number, number)

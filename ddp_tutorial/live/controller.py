@@ -1,4 +1,4 @@
-"""The pool's side of live ranks: start the ranks, send them calls, and recover from failures.
+"""Start a pool's ranks, send them calls, and recover from failures.
 
 A call finishes when all participating ranks have finished it. Until then, the controller checks the ranks' progress
 periodically. If a rank waits in a collective that a different rank does not enter, the controller collects the stacks
@@ -28,7 +28,7 @@ from ddp_tutorial.processes.spawn import MARK, cell_sources, wait_for_exit
 LOOK_SECONDS = 0.25
 # Seconds that a rank may wait in a collective for a rank that has already finished the call.
 ENDED_SECONDS = 1.0
-# Seconds that a rank has to stop a call after an interrupt, and that all ranks have to form a process group.
+# Timeouts in seconds for a rank to stop a call after an interrupt, and for all ranks to form a process group.
 REACT_SECONDS, MEET_SECONDS = 10.0, 60.0
 ANSWER_SECONDS = 1.5
 
@@ -55,9 +55,10 @@ class Controller:
             threads: Number of torch threads per rank.
             device: Device type of the ranks, "cpu" or "cuda".
             backend: Communication backend, "gloo" or "nccl".
-            wait_timeout: Seconds that a rank may wait in a collective for a rank that does not enter it.
+            wait_timeout: Maximum time in seconds that a rank may wait in a collective that a different rank does not
+                enter.
             collective_timeout: Timeout of the process group in seconds.
-            echo: Show the ranks' output.
+            echo: Whether to show the ranks' output.
         """
         self.n, self.wait_timeout, self.echo = n, wait_timeout, echo
         self.threads, self.collective_timeout = threads, collective_timeout
@@ -68,7 +69,7 @@ class Controller:
         self._mark = secrets.token_hex(8)
         self._busy = threading.Lock()
         self._number = self._question = 0
-        self._known: set[str] = set()  # cells whose source lines the ranks already have
+        self._known: set[str] = set()  # cells whose source lines have been sent to the ranks
         self._has_group = False
 
     # ---------------------------------------------------------------------------------------------------- starting
@@ -134,7 +135,7 @@ class Controller:
         Args:
             kind: Name of the request.
             *content: Arguments of the request.
-            on: Ranks that run it, by default all.
+            on: Ranks that run the request. Default: all ranks.
 
         Raises:
             RuntimeError: If a different thread is using the ranks.
@@ -171,7 +172,7 @@ class Controller:
 
     def _chosen(self, on: Iterable[int] | None) -> list[WorkerHandle]:
         if not self._workers:
-            raise RuntimeError("the ranks have been stopped: create a new Ranks")
+            raise RuntimeError("the ranks have been stopped: create a new Ranks object")
         self._receive(0.0)
         ranks = list(range(self.n)) if on is None else list(on)
         for rank in ranks:
@@ -206,10 +207,10 @@ class Controller:
     def _wait(self, workers: Sequence[WorkerHandle], interrupts: list[int]) -> Diagnosis | None:
         """Wait until all workers have finished the call, or until an interrupt.
 
-        If a rank waits for a rank that does not enter its collective, the method aborts the call.
+        If a rank waits in a collective that a different rank does not enter, the method aborts the call.
 
         Returns:
-            The diagnosis of an aborted call; otherwise None.
+            The diagnosis of an aborted call, or None if the call was not aborted.
         """
         look_at = time.monotonic() + LOOK_SECONDS
         slow_until = 0.0
@@ -240,7 +241,7 @@ class Controller:
         return None
 
     def _end_call(self, workers: Sequence[WorkerHandle]) -> None:
-        """Interrupt the workers that have not finished the call. Wake, and finally kill, those that do not react."""
+        """Interrupt the workers that have not finished the call. Wake, and finally kill, unresponsive workers."""
         for each in workers:
             each.was_terminated = each.is_busy
         for seconds, wake in ((0.3, False), (REACT_SECONDS / 2, True), (REACT_SECONDS / 2, True)):
@@ -261,7 +262,7 @@ class Controller:
             each.process.kill()
         stuck = wait_for_exit([each.process for each in workers])
         for each in workers:
-            survived = f"did not exit after SIGKILL, and is process {each.process.pid}"
+            survived = f"did not exit after SIGKILL, and is still running as process {each.process.pid}"
             each.record_exit(self._selector, survived if each.process in stuck else why)
 
     def _interrupted(self, workers: Sequence[WorkerHandle]) -> KeyboardInterrupt:
@@ -276,11 +277,11 @@ class Controller:
         return error
 
     def _failed(self, workers: Sequence[WorkerHandle], found: Diagnosis | None) -> Exception:
-        """Return the exception to raise for a failed call, which names the first cause.
+        """Return the exception for a failed call. Its message names the first cause.
 
         Args:
-            workers: Workers that took part in the call.
-            found: Diagnosis of the ranks that waited, if the call was aborted.
+            workers: Workers that ran the call.
+            found: Diagnosis of an aborted call, or None.
         """
         own = [each for each in workers if (each.failure or each.death) and not each.was_terminated]
         causes = [each for each in own if each.death or found is None or found.kind == "failed"]
@@ -372,7 +373,7 @@ class Controller:
         """Ask all live ranks a question at the same time, even while they run a call.
 
         Returns:
-            The answer of each rank; None for a rank that has not answered within `seconds`.
+            Dict from rank to answer, or to None if the rank has not answered within `seconds`.
         """
         self._question += 1
         number = self._question
@@ -386,7 +387,7 @@ class Controller:
         return {each.rank: each.answer if each.answered == number else None for each in self._workers}
 
     def _receive(self, seconds: float | None) -> bool:
-        """Wait for events from the ranks, and handle them. Return false if the time was up first."""
+        """Wait for events from the ranks, and handle them. Return False after a timeout."""
         if seconds is not None and seconds < 0:
             return False
         ready = self._selector.select(seconds)

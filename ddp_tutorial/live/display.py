@@ -1,4 +1,4 @@
-"""Show the output of a cell on each rank: `display`, figures, and the value of the last expression."""
+"""Show a cell's displayed values, figures and last expression on each rank."""
 
 import sys
 from base64 import b64encode
@@ -64,13 +64,13 @@ def show_open_figures() -> None:
 
 
 class RankResults(dict[int, str]):
-    """Text of a cell's last expression by rank. Its representation groups the ranks that have the same text."""
+    """Dict from rank to the text of a cell's last expression. The representation groups ranks with the same text."""
 
     def __init__(self, texts: Mapping[int, str], ranks: int) -> None:
         """Store the texts.
 
         Args:
-            texts: Text of each rank that has one.
+            texts: Dict from rank to text. Ranks without a value are omitted.
             ranks: Number of ranks in the pool.
         """
         super().__init__(texts)

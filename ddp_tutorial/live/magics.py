@@ -25,14 +25,14 @@ _ASKS = re.compile(r"([\w.\[\]'\"]+)(\?{1,2})")
 
 
 class MagicError(ConfigError):
-    """A magic was called incorrectly. In a notebook, only the message is shown."""
+    """Raised when a magic is called incorrectly. A notebook shows only the message."""
 
     def _render_traceback_(self) -> list[str]:
         return f"{type(self).__name__}: {self}".split("\n")
 
 
 class _Parser(argparse.ArgumentParser):
-    """Parser for the arguments of a magic. It raises `MagicError` for invalid arguments, where argparse would exit."""
+    """Parser for a magic's arguments. It raises `MagicError` for invalid arguments, instead of exiting."""
 
     def error(self, message: str) -> NoReturn:
         """Raise `MagicError` with the message."""
@@ -76,7 +76,10 @@ class RankMagics(Magics):
             return self._cell(line, cell)
         command, *arguments = shlex.split(line) or [""]
         if command not in COMMANDS:
-            raise MagicError(f"%ranks {command}: use one of {', '.join(COMMANDS)}.{did_you_mean(command, COMMANDS)}")
+            raise MagicError(
+                f"the %ranks command must be one of {', '.join(COMMANDS)}, got {command!r}."
+                f"{did_you_mean(command, COMMANDS)}"
+            )
         try:
             return getattr(self, command)(arguments)
         except ConfigError as error:  # the message is sufficient without a traceback
@@ -156,11 +159,12 @@ class RankMagics(Magics):
 
     def rate(self, arguments: Sequence[str]) -> None:
         """Set the rate of the links between nodes."""
-        [rate] = self._names("rate", arguments, "one speed, such as: %ranks rate 100mbit")
+        [rate] = self._names("rate", arguments, "one rate, such as: %ranks rate 100mbit")
         cluster = self._alive().cluster
         if cluster is None:
             raise MagicError(
-                "%ranks rate: the ranks share one host. To start ranks on nodes: %ranks start -n 2 --nodes 2"
+                "%ranks rate requires ranks on different nodes, but all ranks share one host. Start ranks on two nodes "
+                "with: %ranks start -n 2 --nodes 2"
             )
         cluster.set_rate(rate)
         print(cluster.description)
@@ -178,8 +182,8 @@ class RankMagics(Magics):
         print(f"{name}: {launch_command(name, pool.n, pool.nodes)}")
         if lacking := dict.fromkeys(step.lacks for step in self.steps if step.lacks):
             print(
-                f"First assign a value to {', '.join(lacking)} in the script: of the values that put sent, it contains "
-                "only numbers."
+                f"First assign a value to {', '.join(lacking)} in the script. Of the values that put sent, the script "
+                "contains only numbers."
             )
 
     def end(self) -> None:
@@ -231,7 +235,7 @@ def _ranks_of(text: str, n: int) -> list[int] | None:
     """Parse a list of ranks such as `"0"`, `"1-3"` or `"0,2"`.
 
     Returns:
-        None for an empty text, which stands for all ranks.
+        The ranks in ascending order, or None for an empty text, which selects all ranks.
     """
     if not text.strip():
         return None
@@ -239,7 +243,7 @@ def _ranks_of(text: str, n: int) -> list[int] | None:
     for part in re.split(r"[,\s]+", text.strip()):
         match = re.fullmatch(r"(\d+)(?:-(\d+))?", part)
         if match is None:
-            raise MagicError(f"%%ranks {text}: select ranks as in %%ranks 0, %%ranks 1-3 or %%ranks 0,2")
+            raise MagicError(f"%%ranks {text}: ranks must be specified as in %%ranks 0, %%ranks 1-3 or %%ranks 0,2")
         found += range(int(match[1]), int(match[2] or match[1]) + 1)
     if wrong := [rank for rank in found if rank >= n]:
         raise MagicError(f"%%ranks {text}: ranks must be between 0 and {n - 1}, got {wrong[0]}")

@@ -1,4 +1,4 @@
-"""Messages between a pool and its ranks that describe a rank's progress and the outcome of a call."""
+"""Define messages between a pool and its ranks about a rank's progress and the outcome of a call."""
 
 import os
 from dataclasses import dataclass, field
@@ -14,7 +14,7 @@ from ddp_tutorial.processes.transport import Descriptor, Message, take_messages
 class WorkerSpec:
     """The pipes and settings of a new rank in a pool.
 
-    The main thread reads `requests`. A second thread reads `control` at any time. When `control` is closed, the pool no
+    The main thread reads `requests`. A second thread reads `control` at any time. If `control` is closed, the pool no
     longer exists.
     """
 
@@ -71,7 +71,7 @@ class Snapshot:
 
 @dataclass(frozen=True)
 class MimeBundle:
-    """One displayed value by MIME type, such as a figure, a table or plain text."""
+    """One displayed value, such as a figure or a table, with a representation for each MIME type."""
 
     data: dict[str, Any]
     metadata: dict[str, Any] = field(default_factory=dict)

@@ -6,7 +6,7 @@
         ranks.get("x")                              # [tensor(1), tensor(1)]
         ranks.run(lambda world, y: world.rank + y, 10)   # [10, 11]
 
-A rank keeps its variables between calls, also after a call that failed, was interrupted or hung. As with `launch`, each
+A rank keeps its variables between calls, even after a call that failed, was interrupted or hung. As with `launch`, each
 rank has its own pipes, the rendezvous store listens on the loopback interface, and no rank outlives this process.
 
 `Ranks(2, cluster=Cluster(2, "1gbit"))` runs the ranks on two hosts with a 1 Gbit/s link between them; see
@@ -47,8 +47,8 @@ _pools: "weakref.WeakSet[Ranks]" = weakref.WeakSet()
 class Ranks(Controller):
     """Pool of `n` ranks that run until `stop`, or until their `with` block exits.
 
-    Every call blocks until all participating ranks have finished it. If the call fails on a rank, the other ranks stop
-    too, and `RankError` is raised with the traceback of the failed rank. If a rank waits too long in a collective,
+    Every call blocks until all participating ranks have finished it. If the call fails on a rank, the other ranks also
+    stop, and `RankError` is raised with the traceback of the failed rank. If a rank waits too long in a collective,
     `CollectiveError` is raised, which reports where each rank waits. An interrupt stops the call on all ranks.
 
     The ranks keep running after a failure. If they are out of step or have lost a connection, they form a new process
@@ -72,15 +72,15 @@ class Ranks(Controller):
 
         Args:
             n: Number of ranks.
-            cluster: Cluster on whose nodes the ranks run, the same number on each node, on the CPU only. If the cluster
-                is not running, such as `Cluster(2, "1gbit")`, the pool starts it, and `stop` stops it.
+            cluster: Cluster on whose nodes the ranks run, on the CPU only. Each node runs the same number of ranks. If
+                the cluster is not running, such as `Cluster(2, "1gbit")`, the pool starts it, and `stop` stops it.
             threads: Number of torch threads per rank. By default, the cores of this machine are divided evenly.
             device: "cpu", "cuda" or "auto", as for `launch`.
             backend: "gloo", "nccl" or "auto", as for `launch`.
-            wait_timeout: Seconds that a rank may wait in a collective for a rank that does not enter it. A rank that is
-                still computing is not affected by this timeout.
+            wait_timeout: Maximum time in seconds that a rank may wait in a collective that a different rank does not
+                enter. The timeout does not apply if that rank is still computing.
             collective_timeout: Timeout of the process group in seconds.
-            echo: Show the ranks' output, figures and displayed values.
+            echo: Whether to show the ranks' output, figures and displayed values.
 
         Raises:
             ConfigError: If an argument is invalid.
@@ -97,7 +97,7 @@ class Ranks(Controller):
                 raise ConfigError(f"{name} must be a positive number of seconds, got {seconds!r}")
         place: Backend = LocalBackend(n) if cluster is None else ClusterBackend(n, cluster)
         if cluster is not None and device == "cuda":
-            raise ConfigError("device must be 'cpu' or 'auto' on a cluster, whose nodes have no GPU, got 'cuda'")
+            raise ConfigError("device must be 'cpu' or 'auto' on a cluster, got 'cuda'. The nodes have no GPU")
         kind = choose_device("cpu" if cluster is not None else device, local_size=n, backend=backend)
         carrier = choose_backend(backend, kind)
         threads = threads or max(1, cores() // n)
@@ -125,7 +125,7 @@ class Ranks(Controller):
 
     @property
     def nodes(self) -> int:
-        """Number of hosts that the ranks run on."""
+        """Number of hosts on which the ranks run."""
         return self._place.nodes
 
     def __enter__(self) -> "Ranks":
@@ -141,7 +141,7 @@ class Ranks(Controller):
         dead = [f"rank {each.rank} {each.death}" for each in self._workers if each.death]
         return f"Ranks({self.n}: {', '.join(dead) or ('alive' if self._workers else 'stopped')})"
 
-    # ------------------------------------------------------------------------------------------------ what one does
+    # ------------------------------------------------------------------------------------------------ running calls
 
     def run(self, fn: Callable[..., Any], *args: Any, on: Iterable[int] | None = None) -> list[Any]:
         """Call `fn(world, *args)` on all ranks, or on the ranks in `on`, and return the results in rank order."""
@@ -159,13 +159,14 @@ class Ranks(Controller):
 
         Args:
             code: Source code.
-            on: Ranks that run the code, by default all.
+            on: Ranks that run the code. Default: all ranks.
             name: File name for tracebacks.
             cell: Text of the whole notebook cell.
             offset: Number of lines in `cell` before `code`.
 
         Returns:
-            The text of the last expression's value by rank. Values with a rich representation are displayed instead.
+            Dict from rank to the text of the last expression's value. Values with a rich representation are displayed
+            instead.
         """
         name = name or f"call {self._number + 1}"
         bundles = self._call("execute", code, name, cell or code, offset, on=on)
@@ -234,7 +235,7 @@ class Ranks(Controller):
             RuntimeError: If the pool has been stopped.
         """
         if not self._workers:
-            raise RuntimeError("the ranks have been stopped: create a new Ranks")
+            raise RuntimeError("the ranks have been stopped: create a new Ranks object")
         with interrupts_deferred():
             self._receive(0.0)
             dead = [each for each in self._workers if each.death]

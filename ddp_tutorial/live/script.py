@@ -42,7 +42,7 @@ class ScriptStep:
 
     Attributes:
         source: Source code of the step.
-        on: Ranks that run the step; None for all.
+        on: Ranks that run the step, or None for all ranks.
         lacks: Name of a variable whose value is omitted from the script.
     """
 
@@ -54,7 +54,7 @@ class ScriptStep:
 def assignment_step(name: str, value: Any) -> ScriptStep:
     """Return the step that assigns `value` to `name` on all ranks.
 
-    Only numbers are written into the script. Text and objects may contain a secret, and scripts are often shared.
+    Only numbers are written to the script. Text and objects may contain a secret, and scripts are often shared.
     """
     if type(value) in {bool, int, float} and math.isfinite(value):
         return ScriptStep(f"{name} = {value!r}")
@@ -81,7 +81,7 @@ def make_script(
 
     If a step ends with an expression, the script prints its value, prefixed with the rank.
     """
-    where = f". Run it on each of the {nodes} nodes, and replace n0 by the first node's name" if nodes > 1 else ""
+    where = f". Run it on each of the {nodes} nodes, and replace n0 with the first node's name" if nodes > 1 else ""
     command = launch_command(name, n, nodes).replace("\\", r"\\").replace('"', r"\"")  # for the docstring
     parts = [_BEGINNING.format(where=where, command=command, threads=threads, device=device, backend=backend)]
     for step in steps:

@@ -1,4 +1,4 @@
-"""The rank's side of a pool: a process that runs calls, keeps their variables, and can be woken from a blocked call.
+"""Run one rank of a pool, in a process that executes calls, keeps their variables, and can abort blocked calls.
 
 The main thread runs the calls. Meanwhile, a second thread answers questions about this rank's progress and interrupts
 Python code. It can also wake the main thread from a collective that will never finish, by closing the connections to
@@ -56,7 +56,7 @@ def serve(_: int, spec: WorkerSpec) -> None:
 
 
 class Worker:
-    """One rank of a pool, with its namespace, which is its `__main__` module, and its process group."""
+    """One rank of a pool. It contains the rank's process group and its namespace (the `__main__` module)."""
 
     def __init__(self, spec: WorkerSpec, send: Sender) -> None:
         """Create a worker that has not joined a process group yet.
@@ -204,7 +204,7 @@ class Worker:
         """Return IPython's description of a name, as `?` or `??` shows it."""
         return inspection_text(eval(name, self.names), name, detail)
 
-    # ------------------------------------------------------------------------------------------- the other thread
+    # ------------------------------------------------------------------------------------------- control thread
 
     def answer(self) -> None:
         """Handle control messages until the pool closes."""
@@ -236,7 +236,7 @@ class Worker:
         return RankStatus(entered, standing_lines(self.main_thread), is_busy, group_ranks(), state)  # type: ignore[arg-type]
 
     def _wake(self) -> None:
-        """Wake the main thread from native code. A lost connection is the only way to abort a collective of gloo.
+        """Wake the main thread from native code. A lost connection is the only way to abort a gloo collective.
 
         With NCCL, the communicators are aborted instead.
         """
@@ -255,7 +255,7 @@ class Worker:
 def _connections_to(pids: Iterable[int], store: int) -> list[Any]:
     """Return this process's connections to the processes `pids`, except those to the store at port `store`.
 
-    A connection to a different node always counts: the processes of a different network namespace are not visible.
+    A connection to a different node is always included, because processes in other network namespaces are not visible.
     """
     theirs = set[tuple[Any, Any]]()
     for pid in pids:

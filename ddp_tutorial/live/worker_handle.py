@@ -1,4 +1,4 @@
-"""The pool's handle of one rank: its process, its pipes, and the outcome of its current call."""
+"""Define the pool's handle of one rank, with the rank's process, pipes and current call."""
 
 import os
 import re
@@ -21,18 +21,18 @@ _PIECES = 16
 
 
 class WorkerHandle:
-    """The state of one rank: its process, its pipes, the current call and the latest answer."""
+    """Handle of one rank, with the rank's process, pipes, current call and latest answer."""
 
     def __init__(self, rank: int) -> None:
         """Create a handle for a rank whose process has not started yet."""
         self.rank = rank
         self.process: Any = None
         self.started = False
-        self.death = ""  # how the rank died, in words; empty while it is alive
+        self.death = ""  # description of how the rank died; empty while the rank is alive
         self.number = 0  # number of the current call
         self.outcome: tuple[Any, ...] | None = ("done", None)
         self.was_terminated = False  # the pool interrupted the rank because of a different rank
-        self.was_woken = False  # its connections were closed to abort a collective
+        self.was_woken = False  # the rank's connections were closed to abort a collective
         self.asked = self.answered = 0  # numbers of the last question and of the last answer
         self.answer: Answer | None = None
         self._seen: Snapshot | None = None
@@ -100,7 +100,8 @@ class WorkerHandle:
         """Send a message to the rank's control thread. Never blocks.
 
         Returns:
-            False if the rank is dead, or if the pipe is full because the rank has not run for a long time.
+            Whether the message was sent. It is not sent if the rank is dead, or if the pipe is full because the rank
+            has not run for a long time.
         """
         if not self._closed:
             with suppress(BrokenPipeError, BlockingIOError):
@@ -109,7 +110,7 @@ class WorkerHandle:
         return False
 
     def ask(self, what: str, number: int) -> None:
-        """Ask the rank's control thread to "look" or to "stand". Its answer has the same number."""
+        """Ask the rank's control thread to "look" or to "stand". The answer contains the same number."""
         if self.control(what, number):
             self.asked = number
 
@@ -135,13 +136,13 @@ class WorkerHandle:
         return log
 
     def display_all(self) -> None:
-        """Display all values that the rank has displayed in this call."""
+        """Show all values that the rank has displayed in this call."""
         for bundle in self._shown:
             self.display(bundle, self.console)
         self._shown = []
 
     def display(self, bundle: MimeBundle, console: Console) -> None:
-        """Display one value under this rank's number."""
+        """Show one displayed value under this rank's number."""
         if not isinstance(console, NotebookConsole):
             console.line(self.rank, bundle.text)
             return
@@ -157,7 +158,7 @@ class WorkerHandle:
 
     @property
     def value(self) -> Any:
-        """The result of the last call, or its `Failure`."""
+        """The result or the `Failure` of the last call."""
         return self.outcome[1] if self.outcome else None
 
     @property
@@ -187,7 +188,7 @@ class WorkerHandle:
         return (2 if lost_connection(self.failure.raised.message) else 0), self.failure.at
 
     def waited_for(self, now: float) -> float:
-        """Return the seconds that this rank has waited in its current collective, according to its last answer.
+        """Return the time in seconds that this rank has waited in its current collective, according to its last answer.
 
         Returns:
             0.0 if the rank is not waiting.
@@ -255,7 +256,7 @@ class WorkerHandle:
 
         Args:
             selector: Selector with which the pipes are registered.
-            death: How the rank died, in words.
+            death: Description of how the rank died.
         """
         if self.death:
             return
@@ -267,5 +268,5 @@ class WorkerHandle:
 
 
 def describe_output(text: str) -> str:
-    """Replace the file names of cells in an error text by the notebook's names."""
+    """Replace the file names of cells in an error text with the notebook's names."""
     return re.sub(r'File "((?:Cell In\[\d+\]|call \d+))"', r"\1", rename_cells(text))

@@ -1,8 +1,8 @@
-"""Train with local SGD: each rank takes several steps on its own, and then the ranks average their weights.
+"""Train with local SGD. Each rank takes several steps on its own, and then the ranks average their weights.
 
 `rounds` defines when weights are averaged, and `averaging` averages them and counts the bytes sent. `loss` exchanges
-the ranks' losses at the end of a round. `outer` is the outer optimizer of DiLoCo. `state` saves the weights of ranks in
-a checkpoint while they differ, and `strategies` contains the strategies for the trainer.
+the ranks' losses at the end of a round. `outer` is the outer optimizer of DiLoCo. `state` saves the weights of all
+ranks in a checkpoint while the weights differ. `strategies` contains the strategies for the trainer.
 
 Stich, "Local SGD converges fast and communicates little", ICLR 2019. Lin et al., "Don't use large mini-batches, use
 local SGD", ICLR 2020. Douillard et al., "DiLoCo: Distributed low-communication training of language models", 2023.

@@ -38,21 +38,21 @@ class CountingLink:
         self.link.observer = observer
 
     def all_reduce(self, tensor: torch.Tensor, name: str = "all-reduce") -> Future[torch.Tensor]:
-        """Start to sum `tensor` over all ranks, in place. Collective."""
+        """Start summing `tensor` over all ranks, in place. Collective."""
         self.sent += bytes_all_reduced(tensor.nbytes, self.world.size)
         return self.link.all_reduce(tensor, name)
 
 
 @torch.no_grad()
 def average(world: World, link: Link, tensors: Sequence[torch.Tensor], name: str = "average") -> None:
-    """Replace each tensor by its mean over all ranks, in place. Collective.
+    """Replace each tensor with its mean over all ranks, in place. Collective.
 
-    There is one all-reduce per dtype and device. Each rank divides before the sum, as torch's averagers do. The results
-    are bitwise identical on all ranks.
+    The function runs one all-reduce per dtype and device. Each rank divides its tensors before the all-reduce, as
+    torch's averagers do. The results are bitwise identical on all ranks.
 
     Args:
         world: The ranks.
-        link: Performs the all-reduce.
+        link: Performs the all-reduces.
         tensors: The tensors, of any shapes.
         name: The name of the all-reduce for the observer of the link.
     """

@@ -1,10 +1,10 @@
-"""Settings of the strategies whose ranks average weights after several local steps."""
+"""Define the settings of the strategies that average weights after several local steps."""
 
 from pydantic import Field
 
 from ddp_tutorial.config import Config
 
-# The strategies of this package, and the options in `LocalConfig` that each of them accepts.
+# The strategies in this package, and the options in `LocalConfig` that each strategy accepts.
 OPTIONS: dict[str, frozenset[str]] = {
     "local_sgd": frozenset({"round"}),
     "post_local_sgd": frozenset({"round", "begin"}),
@@ -15,7 +15,9 @@ OPTIONS: dict[str, frozenset[str]] = {
 class LocalConfig(Config):
     """The length of a round, and the settings of the outer optimizer."""
 
-    round: int = Field(8, ge=1, description="Steps that each rank takes alone before the weights are averaged.")
+    round: int = Field(
+        8, ge=1, description="Number of steps that each rank takes on its own before the weights are averaged."
+    )
     begin: int = Field(
         0, ge=0, description="Strategy post_local_sgd only: steps with averaged gradients before the first round."
     )
@@ -31,8 +33,8 @@ def require_rounds(strategy: str, config: LocalConfig, steps: int | None) -> Non
     """Validate the options of a strategy.
 
     Raises:
-        ValueError: If an option does not belong to `strategy`, or if no round would end within `steps` steps.
-            None skips the latter check, because `num_epochs` has not been converted to steps yet.
+        ValueError: If an option does not belong to `strategy`, or if the first round would not end within `steps`
+            steps. `steps=None` skips the latter check, because `num_epochs` has not been converted to steps yet.
     """
     default = LocalConfig()
     for name in LocalConfig.model_fields:
@@ -42,10 +44,12 @@ def require_rounds(strategy: str, config: LocalConfig, steps: int | None) -> Non
     if strategy not in OPTIONS:
         return
     if strategy == "post_local_sgd" and not config.begin:
-        raise ValueError("strategy post_local_sgd first averages gradients: set 'local.begin' to at least 1 step")
-    if steps is not None and config.begin + config.round > steps:
-        after = f" after 'local.begin' {config.begin}" if config.begin else ""
         raise ValueError(
-            f"'local.round' {config.round}{after} must end within 'steps' {steps}; otherwise the ranks would never "
-            "average"
+            "'local.begin' must be at least 1 for strategy post_local_sgd, which first averages gradients, got 0"
+        )
+    if steps is not None and config.begin + config.round > steps:
+        after = f" after 'local.begin' = {config.begin}" if config.begin else ""
+        raise ValueError(
+            f"the first round must end within 'steps' = {steps}, got 'local.round' = {config.round}{after}. Otherwise, "
+            "the ranks never average their weights"
         )

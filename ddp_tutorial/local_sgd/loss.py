@@ -1,4 +1,4 @@
-"""The loss of a rank that takes steps on its own: its own mean, and no communication before the end of a round."""
+"""Compute the loss of a rank that takes local steps, without communication before the end of a round."""
 
 from collections.abc import Iterable
 
@@ -12,12 +12,12 @@ from ddp_tutorial.world import World
 class RoundLoss(StepLoss):
     """A `StepLoss` that communicates only in steps with `exchanges`.
 
-    In the other steps, the totals are this rank's own, times the number of ranks, and stop flags are kept for the next
-    exchange.
+    In the other steps, the totals are this rank's own totals times the number of ranks, and stop flags are stored until
+    the next exchange.
 
     Attributes:
         exchanges: Whether the ranks sum their totals and stop flags in this step.
-        is_local: Whether the gradient is that of this rank's own mean loss, and not of the mean over all ranks.
+        is_local: Whether the gradient belongs to this rank's own mean loss, rather than to the mean over all ranks.
     """
 
     def __init__(self, loss: Loss, world: World, precision: Precision | None = None) -> None:
@@ -40,7 +40,7 @@ class RoundLoss(StepLoss):
         """Return the totals, and correct the gradients of `parameters` if the expected count was wrong.
 
         Raises:
-            ValueError: In a step with `exchanges`, on all ranks, if the count is zero over all ranks.
+            ValueError: In a step with `exchanges`, on all ranks, if the count over all ranks is zero.
         """
         if not self.is_local:
             return super().finish(parameters)

@@ -1,4 +1,4 @@
-"""DiLoCo's outer optimizer, whose gradient is the average change of the weights in a round.
+"""Define DiLoCo's outer optimizer, whose gradient is the average weight change in a round.
 
     start                      the weights at the beginning of the round
     difference = start - mean  the outer gradient
@@ -19,8 +19,8 @@ from torch import nn
 class OuterNesterov:
     """SGD with Nesterov momentum on the outer gradient of a round.
 
-    All ranks compute the same step from the same mean, so the step requires no communication. The state takes 8 bytes
-    per float32 parameter: the weights at the beginning of the round, and the velocity.
+    All ranks compute the same step from the same mean, so the step requires no communication. The state consists of the
+    velocity and the weights at the beginning of the round. Together, they require 8 bytes per float32 parameter.
     """
 
     def __init__(self, named: Sequence[tuple[str, nn.Parameter]], learning_rate: float, momentum: float) -> None:
@@ -45,8 +45,8 @@ class OuterNesterov:
     def step(self) -> None:
         """Take an outer step at the end of a round.
 
-        Before the call, the parameters must be the mean over all ranks. The step replaces them by the start of the next
-        round.
+        Before the call, the parameters must be the mean over all ranks. The step replaces these parameters with the
+        initial weights of the next round.
         """
         for name, parameter in self.named:
             start, velocity = self.start[name], self.velocity[name]

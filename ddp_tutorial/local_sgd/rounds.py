@@ -1,4 +1,4 @@
-"""Compute when the ranks average their weights. This is pure arithmetic, without processes."""
+"""Compute when the ranks average their weights. This module is pure arithmetic and uses no processes."""
 
 from dataclasses import dataclass
 
@@ -11,7 +11,7 @@ class Rounds:
     begin: int = 0
 
     def local_steps(self, updates: int) -> int:
-        """Return the number of updates since all ranks last had the same weights, after `updates` updates in total."""
+        """Return the number of updates since all ranks last had the same weights, given the total number of updates."""
         return max(0, updates - self.begin) % self.length
 
     def ends_round(self, update: int) -> bool:
@@ -19,8 +19,8 @@ class Rounds:
         return update > self.begin and self.local_steps(update) == 0
 
     def all_reduces(self, updates: int) -> int:
-        """Return the number of all-reduces of model size in `updates` updates.
+        """Return the number of model-sized all-reduces in `updates` updates.
 
-        There is one all-reduce of gradients per update until `begin`, and then one of weights per round.
+        Each of the first `begin` updates all-reduces gradients. After that, each round all-reduces weights once.
         """
         return min(updates, self.begin) + max(0, updates - self.begin) // self.length

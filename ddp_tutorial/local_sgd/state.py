@@ -1,7 +1,7 @@
 """Save the state of ranks whose weights differ within a round.
 
-A checkpoint contains the mean of the weights, which `load`, `sample`, and `export` use, and each rank's own weights,
-from which a run resumes with bitwise identical results.
+A checkpoint contains the mean of the weights, for `load`, `sample`, and `export`. It also contains each rank's own
+weights, so that a resumed run is bitwise identical to an uninterrupted run.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -26,7 +26,7 @@ class AveragedModelState:
 
         Args:
             module: The model.
-            whole: A context manager in which the model has the averaged weights.
+            whole: Returns a context manager in which the model contains the averaged weights.
         """
         self.module, self.full_parameters = module, whole
 
@@ -41,7 +41,7 @@ class AveragedModelState:
 
 
 class LocalWeightsState:
-    """This rank's weights and buffers within a round.
+    """The state of this rank's weights and buffers within a round.
 
     At the end of a round, the state contains no weights, because all ranks have the averaged weights.
     """
@@ -67,30 +67,32 @@ class LocalWeightsState:
         """Restore this rank's weights if the checkpoint was saved within a round.
 
         Raises:
-            CheckpointError: If the checkpoint was saved within a round of a different length, which would end at a
-                different step.
+            CheckpointError: If the checkpoint was saved within a round that would end at a different step with this
+                run's settings.
         """
         if state["alone"] and Rounds(state["length"], state["begin"]) != self.rounds:
             raise CheckpointError(
-                f"the checkpoint is {state['alone']} steps into a round of {state['length']} steps. Resume with "
-                f"local.round={state['length']} and local.begin={state['begin']}, or from the end of a round"
+                f"the checkpoint was saved after {state['alone']} of the {state['length']} steps of a round. Resume "
+                f"with local.round={state['length']} and local.begin={state['begin']}, or from a checkpoint at the end "
+                "of a round"
             )
         if state["alone"]:
             self.module.load_state_dict(state["weights"])
 
     def load_resharded(self, states: Sequence[State], step: int) -> None:
-        """Do nothing at the end of a round, because there is nothing to restore.
+        """Do nothing at the end of a round, because all ranks have the averaged weights.
 
         Raises:
-            CheckpointError: If the checkpoint was saved within a round, because the weights of each rank cannot be
+            CheckpointError: If the checkpoint was saved within a round, because the ranks' weights differ and cannot be
                 redistributed to a different number of ranks.
         """
         if alone := states[0]["alone"]:
             length, ranks = states[0]["length"], len(states)
             raise CheckpointError(
-                f"step {step} is {alone} steps into a round of {length} steps: each of {ranks} ranks has different "
-                f"weights, which cannot be loaded on {self.world.size} ranks. Resume with {ranks} ranks, "
-                "from the end of a round, or from the mean of the weights with resume_without=[local]"
+                f"the checkpoint of step {step} was saved after {alone} of the {length} steps of a round. The weights "
+                f"of its {ranks} ranks differ and cannot be loaded on {self.world.size} ranks. Resume with {ranks} "
+                "ranks, or from a checkpoint at the end of a round. To resume from the averaged weights, use "
+                "resume_without=[local]"
             )
 
 

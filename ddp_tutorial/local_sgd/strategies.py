@@ -1,17 +1,17 @@
-"""Local SGD, post-local SGD, and DiLoCo as strategies for the trainer.
+"""Define local SGD, post-local SGD, and DiLoCo as strategies for the trainer.
 
 Within a round, the weights of the ranks differ. Evaluation and export use the mean over the ranks. At the end of a
-round, every rank has this mean (with DiLoCo, the outer parameters). Within a round, the mean is computed on demand: the
-model is sent once more, and then each rank restores its own weights. Therefore, evaluating and saving do not affect
-the training. The last round of a run may be shorter. In that case, the model of the run is the mean, and DiLoCo takes
-no outer step.
+round, every rank has this mean or, with DiLoCo, the outer parameters. Within a round, the mean is computed on demand:
+the weights are all-reduced once more, and then each rank restores its own weights. Therefore, evaluating and saving do
+not affect the training. The last round of a run may be shorter. In that case, the run's final model is the mean, and
+DiLoCo takes no outer step.
 
 Any optimizer can be the inner optimizer. Its state belongs to one rank and is never averaged.
 
 Within a round, the ranks do not communicate at all, so the latency of the link does not matter. Each rank trains on its
 own mean loss, which is also the loss that it logs. In the last step of a round, the ranks exchange the totals of the
-loss and the stop flags, during the backward pass. A rank with a gradient that is not finite sends this information with
-its weights, and then all ranks raise the same error. Float16 is an exception: the ranks must agree on the loss scale,
+loss and the stop flags, during the backward pass. A rank with a non-finite gradient reports it when the ranks average
+their weights, and then all ranks raise the same error. Float16 is an exception: the ranks must agree on the loss scale,
 so they communicate in every step.
 """
 
@@ -41,14 +41,14 @@ from ddp_tutorial.world import World
 
 
 class UnsyncedModel(DataParallel):
-    """A replica that starts with rank 0's weights and never synchronizes. `.grad` is this rank's own gradient."""
+    """A replica that starts with rank 0's weights and never synchronizes. `.grad` contains this rank's own gradient."""
 
     def finish(self) -> None:
-        """Do nothing: `.grad` is already this rank's gradient of its own mean loss."""
+        """Do nothing, because `.grad` already contains the gradient of this rank's own mean loss."""
 
 
 class LocalSGD:
-    """Each rank takes `round` steps on its own. Then its weights are replaced by the mean over all ranks."""
+    """Local SGD: each rank takes `round` steps on its own, and then all ranks average their weights."""
 
     link: Link | None
 
@@ -70,7 +70,7 @@ class LocalSGD:
             world: The ranks.
             loss: The loss function.
             config: The length of a round, and the other options of the strategy.
-            link: Performs the all-reduce of the weights.
+            link: Performs the all-reduces of the weights.
             accumulation: The number of micro-batches per step on each rank.
             precision: The mixed-precision settings.
         """
@@ -79,14 +79,14 @@ class LocalSGD:
         self.link = self.counted = CountingLink(link, world)
         self.alone = UnsyncedModel(model, world)
         self.loss = RoundLoss(loss, world, precision)
-        self.updates = 0  # of the weights
+        self.updates = 0  # weight updates
         self.exchanges_each_step = self.loss.precision.scale is not None
-        self._problem = ""  # describes the first gradient of this round on this rank that is not finite
+        self._problem = ""  # describes this rank's first non-finite gradient in this round
         self._is_mean = False
 
     @property
     def sent(self) -> int:
-        """The number of bytes that this rank has sent, without those of the loss, its metrics, and buffers."""
+        """The number of bytes that this rank has sent, excluding the loss, its metrics, and buffers."""
         return self.counted.sent
 
     @property
@@ -111,8 +111,8 @@ class LocalSGD:
         """Compute the gradient of this rank's mean loss.
 
         Returns:
-            In the last step of a round, the totals of all ranks. Collective. Otherwise, this rank's totals times the
-            number of ranks.
+            The totals of all ranks in the last step of a round, which is collective. In other steps, this rank's totals
+            times the number of ranks.
         """
         self.loss.is_local = True
         self.loss.exchanges = self.exchanges_each_step or self.rounds.ends_round(self.updates + 1)
@@ -121,8 +121,8 @@ class LocalSGD:
     def norm(self, gradients: Sequence[torch.Tensor]) -> torch.Tensor:
         """Return the norm of this rank's own gradient, for clipping.
 
-        A gradient that is not finite is replaced by zero, with a norm of zero, and all ranks raise an error when they
-        average their weights.
+        A non-finite gradient is replaced with zeros, and its norm with 0. When the ranks average their weights, all of
+        them raise an error.
         """
         own = get_total_norm(gradients)
         if self.exchanges_each_step or own.isfinite():
@@ -145,10 +145,10 @@ class LocalSGD:
                 self.end_round()
 
     def end_round(self) -> None:
-        """Give all ranks the averaged weights and rank 0's buffers. Collective.
+        """Load the averaged weights and rank 0's buffers on all ranks. Collective.
 
         Raises:
-            NotFiniteError: On all ranks, if the gradient of a rank was not finite since the last average.
+            NotFiniteError: On all ranks, if a rank has had a non-finite gradient since the weights were last averaged.
         """
         self._meet()
 
@@ -168,15 +168,15 @@ class LocalSGD:
         return [parameter for _, parameter in self.alone.trainable]
 
     def sync_buffers(self) -> None:
-        """Do nothing: each rank keeps its own buffers within a round. `full_parameters` uses rank 0's buffers."""
+        """Do nothing, because each rank has its own buffers in a round. `full_parameters` uses rank 0's buffers."""
 
     def evaluation_weights(self) -> AbstractContextManager[object]:
-        """Return a context manager in which the model has the averaged weights."""
+        """Return a context manager in which the model contains the averaged weights."""
         return self.full_parameters()
 
     @contextmanager
     def full_parameters(self) -> Iterator[nn.Module]:
-        """Give the model the averaged weights and rank 0's buffers for the duration of the block. Collective.
+        """Load the averaged weights and rank 0's buffers into the model for the duration of the block. Collective.
 
         After the block, the model has this rank's own weights and buffers again.
         """
@@ -215,7 +215,7 @@ class LocalSGD:
 
 
 class PostLocalSGD(LocalSGD):
-    """Averages gradients in the first `begin` steps, as `FlatDDP` does, and then continues as local SGD."""
+    """Post-local SGD: average gradients in the first `begin` steps, like `FlatDDP`, and then continue as local SGD."""
 
     def __init__(self, model: nn.Module, world: World, *others: Any, **named: Any) -> None:
         """Accept the same arguments as `LocalSGD`. Collective."""
@@ -223,7 +223,7 @@ class PostLocalSGD(LocalSGD):
         self.together = FlatDDP(model, world, self.counted, find_unused_parameters=True)
 
     def backward(self, batches: Sequence[Any], stop_flags: float = 0.0) -> Totals:
-        """Compute the gradient, averaged over the ranks in the first `begin` steps, which are collective."""
+        """Compute the gradient. The first `begin` steps average it over all ranks and are collective."""
         if self.updates >= self.rounds.begin:
             return super().backward(batches, stop_flags)
         self.loss.is_local, self.loss.exchanges = False, True
@@ -235,7 +235,7 @@ class PostLocalSGD(LocalSGD):
 
 
 class DiLoCo(LocalSGD):
-    """Local SGD with an outer optimizer, which steps from the start of the round toward the mean; see `outer`."""
+    """Local SGD with an outer optimizer, which steps from the round's initial weights toward the mean; see `outer`."""
 
     def __init__(
         self, model: nn.Module, world: World, loss: Loss, config: LocalConfig, *others: Any, **named: Any
@@ -245,7 +245,7 @@ class DiLoCo(LocalSGD):
         self.outer = OuterNesterov(self.alone.trainable, config.outer_learning_rate, config.outer_momentum)
 
     def setup_optimizer(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
-        """Also register a hook that saves the parameters at the beginning of each round."""
+        """Register the hook of `LocalSGD`, and a hook that saves the parameters at the beginning of each round."""
         optimizer.register_step_pre_hook(lambda *_: None if self.local_steps else self.outer.begin())
         return super().setup_optimizer(optimizer)
 

@@ -1,8 +1,8 @@
-"""Bugs of distributed training from real programs, each with its fix, and invariants that catch all of them.
+"""Bugs from real distributed training programs, each with its fix, and invariants that catch all these bugs.
 
 Most of the bugs cause no error and no warning: the loss falls, but the model is wrong. The modules named after
-subjects, from `gradients` to `metrics`, contain the bugs in plain PyTorch; `correct` contains correct programs.
-`invariants` defines what every program must keep, and finds violations without knowing any of the bugs.
+subjects, from `gradients` to `metrics`, contain the bugs in plain PyTorch. `correct` contains correct programs.
+`invariants` defines properties of every correct program, and detects violations without knowledge of the bugs.
 """
 
 import lazy_loader

@@ -68,7 +68,7 @@ def forgets_the_schedule(world: World, folder: Path) -> Result:
     return {"weights": weights(model)}
 
 
-# ------------------------------------------------------------------------------------------------ where the run resumes
+# ------------------------------------------------------------------------------------ the step at which the run resumes
 
 
 def runs_the_saved_epoch_again(world: World, folder: Path) -> Result:
@@ -102,7 +102,7 @@ def resumes_at_the_next_epoch(world: World, folder: Path) -> Result:
 
 
 def starts_the_epoch_anew(world: World, folder: Path) -> Result:
-    """Saves within an epoch, but starts the epoch over after a resume."""
+    """Save within an epoch, but start the epoch over after a resume."""
     model, epoch, path = ddp(), 0, folder / "now.pt"
     optimizer = Adam(model.parameters(), lr=0.01)
     if path.exists():
@@ -117,7 +117,7 @@ def starts_the_epoch_anew(world: World, folder: Path) -> Result:
     return {"weights": weights(model)}
 
 
-# ----------------------------------------------------------------------------------------------------------- which file
+# ----------------------------------------------------------------------------------------------- the choice of the file
 
 
 def takes_the_newest_file(world: World, folder: Path) -> Result:
@@ -151,7 +151,7 @@ def takes_the_last_step(world: World, folder: Path) -> Result:
 
 
 def takes_the_last_name(world: World, folder: Path) -> Result:
-    """Sorts names as text, so that "step-12" comes before "step-2"."""
+    """Sort names as text, so that "step-12" comes before "step-2"."""
     model = ddp(nn.LayerNorm(8))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
     found = sorted(folder.glob("step-*.pt"))
@@ -196,7 +196,7 @@ def writes_beside_the_last_one(world: World, folder: Path) -> Result:
 
 
 def writes_two_files(world: World, folder: Path) -> Result:
-    """Writes two files, each atomically, so that they may be from different steps."""
+    """Write two files, each atomically, so the files may be from different steps."""
     model, start = ddp(), 0
     optimizer = Adam(model.parameters(), lr=0.01)
     if (folder / "model.pt").exists() and (folder / "optimizer.pt").exists():
@@ -212,7 +212,7 @@ def writes_two_files(world: World, folder: Path) -> Result:
     return {"weights": weights(model)}
 
 
-# -------------------------------------------------------------------------------------------------------- what is saved
+# ------------------------------------------------------------------------------------------------------ the saved state
 
 
 def loads_nothing(world: World, folder: Path) -> Result:
@@ -246,7 +246,7 @@ def loads_the_model(world: World, folder: Path) -> Result:
 
 
 def saves_what_needs_a_gradient(world: World, folder: Path) -> Result:
-    """Saves parameters only, and loses BatchNorm's running mean."""
+    """Save parameters only, and lose BatchNorm's running mean."""
     model, start, path = ddp(nn.BatchNorm1d(8)), 0, folder / "last.pt"
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     if path.exists():
@@ -299,7 +299,7 @@ def drops_the_random_state(world: World, folder: Path) -> Result:
 
 
 def restores_random_numbers_too_early(world: World, folder: Path) -> Result:
-    """Ignores that the loader draws a random number when its loop starts, which changes the dropout masks."""
+    """Ignore that the loader draws a random number when its loop starts, which changes the dropout masks."""
     model, start, path = ddp(nn.Dropout(0.3)), 0, folder / f"rank-{world.rank}.pt"
     torch.manual_seed(50 + world.rank)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

@@ -1,4 +1,4 @@
-"""Bugs in control flow: decisions of a single rank, and errors that are not reported."""
+"""Bugs in control flow, such as decisions made by a single rank, and errors that are not reported."""
 
 import os
 import signal
@@ -52,7 +52,7 @@ def stops_by_its_own_clock(world: World) -> Result:
         F.mse_loss(model(x), y).backward()
         optimizer.step()
         optimizer.zero_grad()
-        time.sleep(0.8 * world.rank)  # a slower machine
+        time.sleep(0.8 * world.rank)  # simulates a slower machine
     return {}
 
 
@@ -134,7 +134,7 @@ def skips_samples_that_are_too_long(world: World) -> Result:
 
 
 class _Branches(nn.Module):
-    """Model whose second part processes samples with a large first input; a batch may contain none."""
+    """Model whose second branch processes only samples with a large first input. A batch may contain none."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -59,7 +59,7 @@ def shuffles_with_one_seed(world: World) -> Result:
 
 
 def draws_one_order_for_all(world: World) -> Result:
-    torch.manual_seed(5)  # the same on all ranks: each rank takes its part of one order
+    torch.manual_seed(5)  # the same on all ranks, so each rank takes its shard of one order
     order = torch.randperm(24)
     model = ddp()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -83,7 +83,7 @@ def drops_out_by_rank(world: World) -> Result:
 
 
 def normalises_its_part(world: World) -> Result:
-    model = ddp(nn.BatchNorm1d(8))  # statistics per rank: different from one process, but not a bug
+    model = ddp(nn.BatchNorm1d(8))  # per-rank statistics differ from one process, but are not a bug
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for _, x, y in loader(world):
         F.mse_loss(model(x), y).backward()
@@ -139,7 +139,7 @@ def clips_and_schedules(world: World) -> Result:
 
 
 def shares_the_optimizers_state(world: World) -> Result:
-    """Shards the optimizer state: states differ between ranks, but the replicas are equal."""
+    """Shard the optimizer state: the states differ between ranks, but the replicas are equal."""
     from torch.distributed.optim import ZeroRedundancyOptimizer
 
     model = ddp()
@@ -179,7 +179,7 @@ def stops_early_together(world: World) -> Result:
 
 
 def evaluates_on_rank_zero(world: World) -> Result:
-    """Evaluates all samples on one rank while the other ranks wait."""
+    """Evaluate all samples on one rank while the other ranks wait."""
     model = ddp()
     F.mse_loss(model(DATA[:4][1]), DATA[:4][2]).backward()  # all ranks train on the same four samples
     loss = torch.zeros((), dtype=torch.float64)
@@ -233,7 +233,7 @@ def tells_of_a_signal(world: World) -> Result:
 
 
 def tries_once_more(world: World) -> Result:
-    """Retries the same batch after its own error, in one process, so that no rank waits."""
+    """Retry the same batch after the program's own error, in a single process, so that no rank waits."""
     model = net()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for _, x, y in loader(world, batch=24):

@@ -59,9 +59,9 @@ def skips_batches_of_its_own(world: World) -> Result:
 
 
 class _Stream(IterableDataset[int]):
-    """Yields this rank's sample indices of 0 to 23, one reader after another.
+    """Stream of this rank's sample indices from 0 to 23, one reader after another.
 
-    The bug: a rank already has its part of the indices, but its readers split that part by the number of all readers.
+    The bug: the indices are already sharded by rank, but the readers shard them again, over the readers of all ranks.
     """
 
     def __init__(self, world: World, readers: int) -> None:
@@ -69,7 +69,7 @@ class _Stream(IterableDataset[int]):
 
     def __iter__(self) -> Iterator[int]:
         world, mine = self.world, iter(range(24))
-        for reader in range(self.readers):  # stands for parallel workers
+        for reader in range(self.readers):  # simulates parallel workers
             place = world.rank * self.readers + reader
             mine = islice(range(24), world.rank, None, world.size)
             yield from islice(mine, place, None, world.size * self.readers)
@@ -104,7 +104,7 @@ def reads_its_share(world: World) -> Result:
 
 
 def shares_out_with_another_order(world: World) -> Result:
-    """Each rank takes every second sample, but of its own order."""
+    """Take every second sample on each rank, but from a different order per rank."""
     order = torch.randperm(24, generator=torch.Generator().manual_seed(world.rank)).tolist()
     return {"seen": order[world.rank :: world.size]}
 
@@ -144,7 +144,7 @@ def sets_the_epoch(world: World) -> Result:
 
 
 def reseeds_in_each_epoch(world: World) -> Result:
-    """Sets the seed for a reproducible order, but at the start of every epoch."""
+    """Set the seed for a reproducible order, but at the start of every epoch."""
     orders: list[list[int]] = []
     for _ in range(2):
         torch.manual_seed(5)

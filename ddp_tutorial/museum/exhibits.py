@@ -1,4 +1,4 @@
-"""All the bugs, by subject."""
+"""All bugs, by subject."""
 
 from ddp_tutorial.museum.accumulation import ACCUMULATION
 from ddp_tutorial.museum.checkpoints import CHECKPOINTS

@@ -10,7 +10,7 @@ from torch.nn.parallel import DistributedDataParallel
 from ddp_tutorial.museum.parts import DATA, Exhibit, Result, ddp, loader, net, pieces, weights
 from ddp_tutorial.world import World
 
-# ------------------------------------------------------------------------------------------ a hook sees one micro-batch
+# ----------------------------------------------------------------------------------- hooks that receive one micro-batch
 
 
 def reduces_the_last_micro_batch(world: World, accumulate: int = 2) -> Result:
@@ -56,7 +56,7 @@ def reduces_what_was_accumulated(world: World, accumulate: int = 2) -> Result:
 
 def reduces_one_layers_last_micro_batch(world: World, accumulate: int = 3) -> Result:
     model, calls = ddp(), 0
-    model.register_comm_hook(None, lambda _, bucket: _ready(bucket.buffer()))  # does nothing: the hooks below average
+    model.register_comm_hook(None, lambda _, bucket: _ready(bucket.buffer()))  # does not average; the hooks below do
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
 
     def hook(gradient: torch.Tensor) -> torch.Tensor:
@@ -81,7 +81,7 @@ def _ready(tensor: torch.Tensor) -> "torch.futures.Future[torch.Tensor]":
     return future
 
 
-# ----------------------------------------------------------------------------------- a hook that is given the parameter
+# ------------------------------------------------------------------------------------- hooks that receive the parameter
 
 
 def averages_weights(world: World) -> Result:
@@ -185,7 +185,7 @@ def clips_values_before_unscaling(world: World, scale: float = 512.0) -> Result:
     return {"weights": weights(model)}
 
 
-# ------------------------------------------------------------------------------------------ what the wrapper cannot see
+# ------------------------------------------------------------------------- parameters and calls that bypass the wrapper
 
 
 def unfreezes_after_wrapping(world: World) -> Result:
@@ -302,7 +302,7 @@ def never_leaves_no_sync(world: World) -> Result:
 
 
 def sums_the_loss(world: World) -> Result:
-    """Sums losses over samples: the sum over 8 samples is twice the average of two sums over 4."""
+    """Sum losses over samples. The sum over 8 samples is twice the average of two sums over 4 samples."""
     model = ddp()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     for _, x, y in loader(world):

@@ -1,15 +1,19 @@
-"""Invariants that every distributed training program must keep, and a function that finds the violations.
+"""Invariants that every distributed training program must satisfy, and a function that detects violations.
 
     examine({"mine": train})      # {"mine": {"hang": "", "drift": "", "one process": "weights: ...", ...}}
 
-A program is a function in plain torch. Its parameters determine which invariants apply: only `world`; also `accumulate`
-or `scale`; a `folder` from which it resumes; `losses` of which it selects the best; or a `model` and an `optimizer`
-whose replicas it compares. It returns a dict of results, and numbers and tensors in it must not depend on the number
-of ranks. Three keys are special: `seen`, the samples trained on in one epoch; `held_out`, the validation samples; and
-`orders`, the order of the samples in each epoch of a program that shuffles.
+A program is a function in plain torch. Its parameters determine which invariants apply:
 
-No invariant refers to a particular bug. The tests also check every invariant on correct programs, where it must not
-raise an alarm.
+- `world`: the program trains. `accumulate` and `scale` are optional parameters.
+- `folder`: the program trains, and resumes from this folder.
+- `losses`: the program selects the best loss.
+- `model` and `optimizer`: the program compares the replicas.
+
+A program returns a dict of results. Numbers and tensors in the dict must not depend on the number of ranks. Three keys
+are special: `seen` contains the samples trained on in one epoch, `held_out` the validation samples, and `orders` the
+sample order in each epoch of a program that shuffles.
+
+No invariant refers to a particular bug. The tests also check that no invariant raises an alarm for a correct program.
 """
 
 import inspect
@@ -58,11 +62,11 @@ def examine(
 ) -> dict[str, dict[str, str]]:
     """Check programs against all invariants that apply to them.
 
-    One launch runs all programs. If a rank dies, the current program has broken the current invariant, and the
+    One launch runs all programs. If a rank crashes, the current program violates the current invariant, and the
     remaining programs run in a new launch. After a hang, no further invariants are checked for that program.
 
     Returns:
-        For each program, a dict from each invariant to the violation, or "" if the program keeps the invariant.
+        For each program, a dict from each invariant to the violation, or "" if the program satisfies the invariant.
 
     Raises:
         RankTimeoutError: If a launch takes longer than `timeout` seconds, for example because a program never returns.
@@ -80,7 +84,7 @@ def examine(
             except RankTimeoutError:
                 raise
             except RankError as error:
-                died = f"a rank dies: {str(error).splitlines()[0]}"
+                died = f"a rank crashed: {str(error).splitlines()[0]}"
             for line in notes.read_text().splitlines():
                 name, invariant, alarm = json.loads(line)
                 found[name][invariant] = died if alarm is None else alarm
@@ -127,7 +131,7 @@ def applying(program: Program) -> list[str]:
 
 
 def _settings(stage: Stage, program: Program) -> dict[str, Any]:
-    """Return a new folder for the program if it has a `folder` parameter."""
+    """Return a new folder as a keyword argument if the program has a `folder` parameter."""
     return {"folder": stage.folder()} if "folder" in inspect.signature(program).parameters else {}
 
 
@@ -200,7 +204,7 @@ def _division(stage: Stage, program: Program) -> str:
 
 
 def _difference(first: Mapping[str, Any], second: Mapping[str, Any], of_first: str, of_second: str) -> str:
-    """Describe how numbers and tensors of two results differ. Returns "" if they are equal.
+    """Describe the difference between the numbers and tensors in two results. Returns "" if they are equal.
 
     Strings, such as folder names, may differ between runs.
     """
@@ -276,7 +280,7 @@ def _errors(stage: Stage, program: Program) -> str:
 
 
 def _cuts(stage: Stage, program: Program) -> str:
-    """Kill the program after each step and in each write, resume it, and compare with an uninterrupted run.
+    """Kill the program after each step and in each write, resume, and compare with an uninterrupted run.
 
     Each rank runs the program on its own, because a kill on one rank terminates all ranks anyway.
     """

@@ -1,8 +1,8 @@
-"""Public threads about the bugs of the museum, in well-known programs and in PyTorch."""
+"""Public issues and pull requests about the museum's bugs, in well-known programs and in PyTorch."""
 
 _GITHUB = "https://github.com/"
 
-# By exhibit. Every thread reports the same mistake, or describes its consequence. Several projects fixed it long ago.
+# URLs by exhibit. Each thread reports the bug or describes its consequence. Several bugs were fixed long ago.
 ISSUES = {
     name: _GITHUB + thread
     for name, thread in {

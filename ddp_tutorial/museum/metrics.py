@@ -40,7 +40,7 @@ def averages_accuracies(world: World) -> Result:
 
 
 def _shard(world: World) -> tuple[torch.Tensor, ...]:
-    """Uses files of unequal length: 15 samples and 9."""
+    """Return this rank's shard, from two files with 15 and 9 samples."""
     return DATA[:] if world.size == 1 else DATA[:15] if world.is_main else DATA[15:]
 
 
@@ -93,7 +93,7 @@ def shows_a_loss_of_its_own(world: World) -> Result:
     return {"loss": sum(losses) / len(losses)}
 
 
-# --------------------------------------------------------------------------------------------------------- the best one
+# ------------------------------------------------------------------------------------------------------- the best model
 
 
 def takes_zero_for_nothing(losses: Sequence[float]) -> int:

@@ -18,10 +18,10 @@ Program = Callable[..., Any]
 
 @dataclass(frozen=True)
 class Exhibit:
-    """A bug: the smallest program that contains it, and the same program with a fix.
+    """A bug, with a minimal program that contains it, and the same program with a fix.
 
     `story` explains the bug, and `seen` describes its symptoms. `caught_by` lists the invariants for this bug; the
-    program violates at least one of them. `variants` make the same mistake in a different way or place.
+    program violates at least one of them. `variants` are programs with the same bug in a different form or place.
     """
 
     subject: str
@@ -58,7 +58,7 @@ def ddp(*layers: nn.Module, **options: Any) -> DistributedDataParallel:
 
 
 def loader(world: World, batch: int = 8, samples: int = 24) -> DataLoader[Any]:
-    """Return this rank's part of the first `samples`. `batch` is the batch size over all ranks."""
+    """Return a loader of this rank's shard of the first `samples` samples. `batch` is the global batch size."""
     data: Dataset[Any] = Subset(DATA, range(samples))
     sampler: DistributedSampler[Any] = DistributedSampler(data, world.size, world.rank, shuffle=False)
     return DataLoader(data, batch // world.size, sampler=sampler)

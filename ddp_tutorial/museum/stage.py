@@ -1,8 +1,8 @@
-"""Test harness that runs programs on all ranks or on one, optionally with faults, many programs per launch.
+"""Test harness that runs many programs per launch, on all ranks or on a single rank, optionally with faults.
 
-A program calls `torch.distributed` as usual. The default group is a new group for this run with a timeout of `PATIENCE`
-seconds instead of half an hour, or a group of a single rank for the one-process run. A run that hangs is therefore over
-soon, and does not affect the next run.
+A program calls `torch.distributed` as usual. Each run uses a new default group with a timeout of `PATIENCE` seconds
+instead of half an hour, or a single-rank group if the run uses one process. A run that hangs is therefore aborted soon,
+and does not affect the next run.
 """
 
 import io
@@ -32,11 +32,11 @@ from ddp_tutorial.processes.errors import lost_connection
 from ddp_tutorial.world import World
 
 PATIENCE = 0.5  # timeout of collectives, in seconds
-LONG_PATIENCE = 20.0  # timeout of a second run if all ranks waited in the same collective: a busy machine, not a hang
+LONG_PATIENCE = 20.0  # timeout of a second run if all ranks waited in the same collective (a busy machine, no hang)
 
 
 class CutError(BaseException):
-    """Simulated kill. Not an `Exception`, so that programs do not catch it."""
+    """Simulated kill. The class is not an `Exception`, so programs do not catch it."""
 
 
 class StrikeError(RuntimeError):
@@ -68,14 +68,14 @@ class Stage:
     """Test harness on one rank. All ranks must run the same programs in the same order.
 
     Programs write under `scratch`, an empty folder that all ranks share. The creator of `scratch` removes it, even if a
-    rank has died.
+    rank has crashed.
     """
 
     def __init__(self, world: World, scratch: Path) -> None:
         """Create the harness. Collective.
 
         Raises:
-            ValueError: If the world has a single rank.
+            ValueError: If the world size is 1.
         """
         if world.size < 2:
             raise ValueError(f"the world size must be at least 2, got {world.size}")
@@ -95,7 +95,7 @@ class Stage:
     ) -> list[Outcome]:
         """Run a program, and return its outcomes in rank order on every rank. Collective.
 
-        With `alone`, each rank runs the program on its own, in a group of one.
+        With `alone`, each rank runs the program on its own, in a single-rank group.
         """
         limit = timedelta(seconds=patience)
         group = self._alone if alone else _impatient(limit)
@@ -131,7 +131,7 @@ class Stage:
         return folder
 
     def once(self, key: Any, play: Callable[[], list[Outcome]]) -> list[Outcome]:
-        """Return the result of `play`, which runs only the first time: several invariants use the same run."""
+        """Return the result of `play`, which runs once per `key`, because several invariants use the same run."""
         if key not in self._kept:
             self._kept[key] = play()
         return self._kept[key]
@@ -139,14 +139,14 @@ class Stage:
     def _diagnosed(self, group: dist.ProcessGroup, *, has_waited: bool) -> Diagnosis:
         """Find the first collective of the group in which the ranks differ. Collective."""
         entered = [call for call in calls(2000) if call.group == group.group_name]
-        if has_waited and entered:  # torch has aborted it
+        if has_waited and entered:  # torch has aborted the last call
             entered[-1] = replace(entered[-1], done=False)
         of_ranks = all_gather(self.world, entered)
         return diagnose({rank: RankStatus(tuple(each), left="well") for rank, each in enumerate(of_ranks)})
 
 
 def _impatient(limit: timedelta) -> dist.ProcessGroup:
-    """Create a group of all ranks whose collectives time out after `limit`. Creating it may take longer. Collective."""
+    """Create a group of all ranks whose collectives time out after `limit`. Creation may take longer. Collective."""
     group: dist.ProcessGroup = dist.new_group(timeout=timedelta(seconds=60))
     dist.distributed_c10d._set_pg_timeout(limit, group)
     return group
@@ -237,7 +237,7 @@ def cut_in_write(number: int) -> Around:
 
 @contextmanager
 def an_error(outcome: Outcome) -> Iterator[None]:
-    """Inject a fault: in the second forward pass, a layer raises a `StrikeError`, once."""
+    """Inject a fault: a layer raises `StrikeError` once, in the second forward pass."""
     layers = 0
 
     def forward(module: nn.Module, _: Any) -> None:
@@ -256,7 +256,7 @@ def an_error(outcome: Outcome) -> Iterator[None]:
 
 @contextmanager
 def a_sigterm(outcome: Outcome) -> Iterator[None]:
-    """Inject a fault: after the first update, the process receives SIGTERM."""
+    """Inject a fault: the process receives SIGTERM after the first update."""
 
     def by_default(*_: Any) -> None:
         raise CutError("SIGTERM")

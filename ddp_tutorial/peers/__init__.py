@@ -1,7 +1,7 @@
-"""The same training run in popular trainers, to compare their code, results and speed.
+"""The same training run in popular trainers, to compare the trainers' code, results and speed.
 
 `work` defines the run: the same initial weights, the same samples in each step, and the same number of steps. `plain`,
-`accelerate`, `fabric`, `lightning` and `huggingface` implement it as their users would, and `ours` uses this package.
+`accelerate`, `fabric`, `lightning` and `huggingface` implement the run as their users would. `ours` uses this package.
 Each module contains one function, `train`. `side_by_side` runs the trainers in the same ranks.
 """
 

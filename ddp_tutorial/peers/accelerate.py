@@ -1,4 +1,4 @@
-"""Hugging Face Accelerate: the user writes the loop, and Accelerate prepares the objects in it."""
+"""Hugging Face Accelerate, which prepares the objects in a loop that the user writes."""
 
 from itertools import islice
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Lightning Fabric: the user writes the loop, and Fabric sets up the model, optimizer and data loader."""
+"""Lightning Fabric, which sets up the model, optimizer and data loader for a loop that the user writes."""
 
 from itertools import islice
 

@@ -1,4 +1,4 @@
-"""The Trainer of Hugging Face `transformers`: the Trainer runs the loop, and the model returns its loss."""
+"""Hugging Face's Trainer, which runs the loop, and requires a model that returns its loss."""
 
 from typing import Any
 
@@ -10,7 +10,7 @@ from ddp_tutorial.world import World
 
 
 class WithLoss(nn.Module):
-    """A model that takes the columns of a batch by name and returns a dictionary with the loss.
+    """A model that accepts the columns of a batch by name and returns a dictionary with the loss.
 
     If a batch contains "labels", the Trainer counts the labels of all ranks that are not -100. It expects the summed
     loss divided by this count, and multiplies the result by the number of ranks because DDP averages the gradients.
@@ -28,14 +28,14 @@ class WithLoss(nn.Module):
 
 
 class Reporting(TrainerCallback):
-    """Report the mean loss that the Trainer logs."""
+    """Callback that reports the mean loss that the Trainer logs."""
 
     def __init__(self, work: Work) -> None:
-        """Report to `work`."""
+        """Store the `work` to which the callback reports."""
         self.work = work
 
     def on_log(self, *_: Any, logs: dict[str, float], **__: Any) -> None:
-        """Report the loss, if there is one."""
+        """Report the loss if `logs` contains one."""
         if "loss" in logs:
             self.work.report(logs["loss"])
 

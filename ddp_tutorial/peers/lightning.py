@@ -1,4 +1,4 @@
-"""Lightning's Trainer: the Trainer runs the loop, and a module defines the step."""
+"""Lightning's Trainer, which runs the loop, and requires a module that defines the step."""
 
 from typing import Any
 

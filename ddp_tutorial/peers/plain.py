@@ -1,4 +1,4 @@
-"""Plain torch. The checkpoint follows torch's recipe: model, optimizer and progress."""
+"""Plain torch. As in torch's recipe, the checkpoint contains the model, the optimizer and the progress."""
 
 from itertools import islice
 

@@ -1,4 +1,4 @@
-"""This package's Trainer, which sums gradients in memory that two ranks of one host share."""
+"""This package's Trainer with `ddp.shared_memory`, which sums gradients in memory that two ranks of a host share."""
 
 from torch import nn
 
@@ -8,5 +8,5 @@ from ddp_tutorial.world import World
 
 
 def train(world: World, work: Work) -> nn.Module:
-    """Train with this package, with shared memory."""
+    """Train with this package and shared memory."""
     return ours.train(world, work, shared_memory=True)

@@ -30,9 +30,9 @@ class Outcome:
 
     Attributes:
         weights: The final weights.
-        seconds: The mean time of a step, including everything that the trainer does between steps.
-        losses: The loss of each step that the trainer reports: the mean over all ranks.
-        seen: This rank's sample numbers in each step. Only `resume_with` records them.
+        seconds: The mean step time in seconds, including the trainer's work between steps.
+        losses: The loss that the trainer reports for each step, averaged over all ranks.
+        seen: This rank's sample indices in each step. Only `resume_with` records these indices.
     """
 
     weights: dict[str, torch.Tensor]
@@ -41,14 +41,14 @@ class Outcome:
     seen: list[list[int]] = field(default_factory=list)
 
     def distance(self, other: "Outcome") -> float:
-        """Return the largest absolute difference of two weights; 0.0 means bitwise identical."""
+        """Return the largest absolute difference between corresponding weights; 0.0 means equal."""
         return max(float((self.weights[name] - each).abs().max()) for name, each in other.weights.items())
 
 
 def train_with(world: World, names: Sequence[str], work: Work) -> dict[str, Outcome]:
     """Train with each trainer, and return the outcomes by name. Collective.
 
-    Requires at least two ranks. The trainers write to a temporary folder.
+    At least two ranks are required. The trainers write to a temporary folder.
     """
     outcomes = {}
     for name in names:
@@ -60,9 +60,9 @@ def train_with(world: World, names: Sequence[str], work: Work) -> dict[str, Outc
 def resume_with(world: World, names: Sequence[str], work: Work, after: int) -> dict[str, tuple[Outcome, Outcome]]:
     """Train with each trainer, without and with an interruption. Collective.
 
-    Each trainer runs three times: without interruption; with a checkpoint after step `after`, killed in the next step;
-    and from that checkpoint to the end. Like a restarted script, the last run starts with a new model and the random
-    state of its seed. Requires at least two ranks.
+    Each trainer runs three times: without interruption; with a checkpoint after step `after` and a kill in the next
+    step; and from that checkpoint to the end. Like a restarted script, the last run starts with a new model and the
+    random state of its seed. At least two ranks are required.
 
     Returns:
         The outcomes of the first and the last run, by name. `seen` starts after step `after`.
@@ -85,11 +85,11 @@ def resume_with(world: World, names: Sequence[str], work: Work, after: int) -> d
 
 
 class _KilledError(Exception):
-    """Simulates a power failure: nothing is saved afterwards."""
+    """Simulated power failure, after which nothing is saved."""
 
 
 class _Numbered(Dataset[Batch]):
-    """The samples with their numbers."""
+    """The samples with their indices."""
 
     def __init__(self, samples: Any) -> None:
         self.samples = samples
@@ -102,7 +102,7 @@ class _Numbered(Dataset[Batch]):
 
 
 class _Watch:
-    """Record the samples of each step, and raise an error in the step after `killed_after`."""
+    """Recorder of each step's samples, which raises an error in the step after `killed_after`."""
 
     def __init__(self, killed_after: int | None = None) -> None:
         self.killed_after = killed_after
@@ -139,7 +139,7 @@ def _train(world: World, name: str, work: Work) -> Outcome:
         model.register_forward_pre_hook(lambda *_: calls.append(time.perf_counter()))
         return model
 
-    gc.freeze()  # some trainers collect garbage at the end, which takes seconds with existing objects
+    gc.freeze()  # some trainers collect garbage at the end, which takes seconds if many objects exist
     dist.barrier()  # start together
     model = train(world, replace(work, model=timed, report=losses.append))
     calls = calls[-work.steps :]

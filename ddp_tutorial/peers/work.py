@@ -19,7 +19,7 @@ from ddp_tutorial.training.gpt import GPT
 
 Batch = dict[str, Tensor]
 
-# The long stories among 16. Interleaved or contiguous, any split gives one rank more tokens than the other.
+# The indices of the long stories among 16. Both interleaved and contiguous shards contain unequal numbers of tokens.
 LONG = {0, 2, 4, 6, 8}
 
 
@@ -47,14 +47,14 @@ class Work:
         model: A function that returns a model, always with the same weights.
         loss: A function that returns the sum of the loss over a batch, and the number of items in the sum.
         samples: The samples. An epoch ends when all samples have been used.
-        per_rank: The number of samples per rank and step.
+        per_rank: The number of samples per rank per step.
         steps: The number of steps.
         learning_rate: The peak learning rate.
         clip: The maximum norm of the gradient.
         shuffle: Whether to shuffle the samples in each epoch. Otherwise, they are used in order.
         save_after: The step after which to write a checkpoint to the working directory.
         resume: Whether to resume from this checkpoint.
-        report: Called once for each step, with the mean loss over all ranks.
+        report: A function to call once per step with the mean loss over all ranks.
     """
 
     model: Callable[[], nn.Module]
@@ -98,7 +98,7 @@ class Work:
 
 
 def digits(steps: int = 40, per_rank: int = 16) -> Work:
-    """Return the run of `examples/digits.py`'s convolutional network, with BatchNorm over each rank's own samples."""
+    """Return a run with the convolutional network of `examples/digits.py`. BatchNorm uses each rank's own samples."""
     pixels, numbers = example.images("train").tensors
 
     def model() -> nn.Module:
@@ -113,7 +113,7 @@ def digits(steps: int = 40, per_rank: int = 16) -> Work:
 
 
 def perceptron(steps: int = 20, per_rank: int = 4, *, dropout: float = 0.0) -> Work:
-    """Return the run of a two-layer perceptron on 64 of the digits, so that an epoch is short.
+    """Return a run with a two-layer perceptron on 64 of the digits, so that an epoch is short.
 
     The model has no tied weights, unlike `gpt`. Hugging Face's Trainer saves a model with tied weights only if it is a
     `PreTrainedModel`.
@@ -136,7 +136,7 @@ def gpt(
     width: int = 64,
     context: int = 64,
 ) -> Work:
-    """Return the run of this package's language model on its text."""
+    """Return a run with this package's language model and text."""
     blocks = TokenBlocks(load_corpus("python").train, context)
 
     def model() -> nn.Module:
@@ -153,9 +153,9 @@ def gpt(
 
 
 def stories(steps: int = 40, per_rank: int = 8, *, longest: int = 96) -> Work:
-    """Return the run of a language model on padded stories of different lengths.
+    """Return a run with a language model on padded stories of different lengths.
 
-    A rank with short stories has fewer tokens in its loss than a rank with long ones.
+    On a rank with short stories, the loss covers fewer tokens than on a rank with long stories.
     """
     texts = pyarrow.parquet.read_table(example.DATA.parent / "stories")["text"].to_pylist()
     rows = []

@@ -1,4 +1,4 @@
-"""Settings of a pipeline: its stages and its schedule."""
+"""Settings for the stages and the schedule of a pipeline."""
 
 from typing import Literal
 
@@ -10,7 +10,7 @@ Name = Literal["gpipe", "1f1b", "interleaved"]
 
 
 class StagesConfig(Config):
-    """The split of a model into stages and their schedule, for any number of ranks."""
+    """The split of a model into stages, and the schedule, for any number of ranks."""
 
     schedule: Name = Field("1f1b", description="Order of forward and backward passes.")
     micro_batches: int = Field(4, ge=1, description="Micro-batches of a step through one pipeline.")
@@ -30,7 +30,7 @@ class StagesConfig(Config):
         """Return these settings for pipelines of `ranks` ranks.
 
         Raises:
-            ConfigError: See `check_on`.
+            ConfigError: If `check_on` rejects the settings.
         """
         self.check_on(ranks)
         return PipelineConfig(ranks=ranks, **{name: getattr(self, name) for name in StagesConfig.model_fields})
@@ -65,7 +65,7 @@ class PipelineConfig(StagesConfig):
 
 
 def require_schedule(name: Name, ranks: int, micro_batches: int, per_rank: int = 1) -> None:
-    """Validate the numbers of a schedule.
+    """Validate the size of a schedule.
 
     Raises:
         ConfigError: If the schedule does not support these numbers.

@@ -1,12 +1,12 @@
-"""Derive from a schedule the batches of sends and receives of each rank, in an order that cannot deadlock.
+"""Derive the batches of each rank's sends and receives from a schedule, in an order that cannot deadlock.
 
 With NCCL, the operations of a batch (`batch_isend_irecv`) start together, and the next batch of a rank starts only
-after all of them have finished. Messages between two ranks have no tags, but match in the order in which they are
+after all of them have finished. Messages between two ranks do not have tags, but match in the order in which they are
 issued. If ranks send as soon as possible, and receive when they need a message, they can wait for each other forever.
 
 Therefore, every message is assigned to a slot, which has the same number on both ranks. The slots are the times of a
-simulation in which each action takes one unit of time, and each message takes one unit as well. A rank issues the
-messages of slot t as one batch, and then runs the action that starts in slot t:
+simulation in which each action and each message take one unit of time. A rank issues the messages of slot t as one
+batch, and then runs the action that starts in slot t:
 
 - The sender's action has finished by slot t, so the message exists.
 - The receiver needs the message in slot t + 1 or later, so the message can arrive during the action of slot t.

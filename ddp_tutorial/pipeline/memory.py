@@ -39,8 +39,8 @@ class RankCost:
     Attributes:
         parameters: The number of parameters.
         activations: The peak bytes of activations.
-        sent: The bytes sent to other ranks per step: activations, their gradients, and the gradients of parameters that
-            other pipelines or other stages also have.
+        sent: The bytes sent to other ranks per step. They consist of activations, their gradients, and the gradients of
+            parameters that other pipelines or other stages share.
     """
 
     parameters: int
@@ -70,7 +70,10 @@ class _Through(nn.Module):
 
 
 def stage_costs(model: nn.Module, loss: Loss, batch: Any, config: PipelineConfig) -> list[StageCost]:
-    """Return the cost of each stage for one micro-batch `batch`. Runs on the meta device, so nothing is computed."""
+    """Return the cost of each stage for one micro-batch `batch`.
+
+    The stages run on the meta device, so nothing is computed.
+    """
     stages = split_into_stages(model, config.cuts or even_splits(model, config.stages))
     with count_saved_bytes(model) as kept:
         through = _Through(stages, kept)
@@ -88,14 +91,14 @@ def rank_costs(costs: Sequence[StageCost], table: Table, copies: int = 1, accumu
     """Return the memory and communication of each rank of a pipeline.
 
     An all-reduce of n bytes over W ranks sends 2 n (W - 1) / W bytes. The gradients of a stage are reduced over the
-    pipelines, and those of a tied parameter over the ranks that have it. Weights and gradients are float32. The
-    exchange of the micro-batches themselves is not included.
+    pipelines, and the gradients of a tied parameter over the ranks that share it. Weights and gradients are float32.
+    The exchange of the micro-batches themselves is not included.
 
     Args:
         costs: The cost of each stage.
         table: The schedule.
         copies: The number of pipelines.
-        accumulation: How often a step runs the schedule.
+        accumulation: The number of schedule runs per step.
     """
     ranks = len(table)
     of_ranks: list[dict[int, int]] = [{} for _ in table]

@@ -41,12 +41,13 @@ def check_pipeline(model: nn.Module, config: PipelineConfig, world_size: int) ->
 
     Raises:
         ConfigError: If the model has fewer modules than stages, if a name is not a module, or if the world size is not
-            a multiple of the ranks in a pipeline.
+            a multiple of the number of ranks in a pipeline.
     """
     if world_size % config.ranks:
         raise ConfigError(
-            f"the world size must be a multiple of the {config.ranks} ranks in a pipeline, got {world_size}: start "
-            f"{config.ranks * max(1, world_size // config.ranks)} ranks, or change the number of ranks in a pipeline"
+            f"the world size must be a multiple of the number of ranks in a pipeline ({config.ranks}), got "
+            f"{world_size}: start {config.ranks * max(1, world_size // config.ranks)} ranks, or change the number of "
+            "ranks in a pipeline"
         )
     return split_into_stages(model, config.cuts or even_splits(model, config.stages))
 
@@ -55,8 +56,8 @@ def require_cuts(config: PipelineConfig) -> None:
     """Raise `ConfigError` if the stages depend on a measurement that has not been made."""
     if config.split == "measured" and config.stages > 1 and not config.cuts:
         raise ConfigError(
-            "'pipeline.split' measured requires a Trainer, which measures the modules. Without one, set 'cuts' to the "
-            "result of pipeline.timing.measured_splits"
+            "pipeline.split=measured requires a Trainer, which measures the modules. Without a Trainer, set 'cuts' to "
+            "the result of pipeline.timing.measured_splits"
         )
 
 
@@ -68,8 +69,8 @@ def require_even_micro_batches(config: PipelineConfig) -> int:
     """
     if config.micro_batches % config.ranks:
         raise ConfigError(
-            f"'pipeline.micro_batches' must be a multiple of the {config.ranks} ranks in a pipeline, because each rank "
-            f"reads the same number, got {config.micro_batches}"
+            "'pipeline.micro_batches' must be a multiple of the number of ranks in a pipeline "
+            f"({config.ranks}), got {config.micro_batches}: each rank reads the same number of micro-batches"
         )
     return config.micro_batches // config.ranks
 
@@ -78,8 +79,8 @@ class Pipeline:
     """This rank's stages of a model, which compute the gradient of a step. Collective.
 
     The model starts with rank 0's weights. After construction, a rank needs its own stages only; `del model` frees the
-    others. If a parameter belongs to stages of several ranks (tied embeddings), each of these ranks keeps a copy. Each
-    copy gets the sum of the gradients, so the copies stay equal.
+    other stages. If a parameter belongs to stages of several ranks (tied embeddings), each of these ranks keeps a
+    replica. Each replica gets the sum of the gradients, so the replicas stay identical.
     """
 
     def __init__(
@@ -139,23 +140,26 @@ class Pipeline:
     def backward(self, batches: Sequence[Any], stop_flags: float = 0.0) -> Totals:
         """Compute the gradient of the mean loss over the micro-batches of all pipelines. Collective.
 
-        The gradient, times the loss scale of the precision, is stored in `.grad` of this rank's parameters.
+        The gradient, multiplied by the loss scale of the precision, is stored in `.grad` of this rank's parameters.
 
         Args:
-            batches: The micro-batches, the same on all ranks of a pipeline. If there are k times as many as in the
-                schedule, the schedule runs k times, and the gradients are summed.
+            batches: The micro-batches, the same on all ranks of a pipeline. If their number is k times the schedule's
+                number, the schedule runs k times, and the gradients are summed.
             stop_flags: A number to sum over all ranks.
 
         Returns:
             The totals over all ranks, on every rank.
 
         Raises:
-            ValueError: On all ranks, if the number of micro-batches is not a multiple of the schedule's, or if the loss
-                has counted nothing, so that there is no mean.
+            ValueError: On all ranks, if the number of micro-batches is not a multiple of the schedule's number, or if
+                the loss counted no elements, so that its mean is undefined.
         """
         count = self.config.micro_batches
         if not batches or len(batches) % count:
-            raise ValueError(f"a step must have a multiple of the schedule's {count} micro-batches, got {len(batches)}")
+            raise ValueError(
+                f"the number of micro-batches per step must be a multiple of the schedule's number ({count}), got "
+                f"{len(batches)}"
+            )
         parts = [part for i in range(0, len(batches), count) for part in self.runner.run(batches[i : i + count])]
         with phase("finish"):
             for name, group in self.shared.items():  # sum the gradients of each use of a tied parameter
@@ -186,7 +190,7 @@ class Pipeline:
         return Totals(sums, counts, stop_flags)
 
     def _owners(self, model: nn.Module, stages: Sequence[Stage]) -> dict[str, int]:
-        """Return the first position in a pipeline that has each parameter and buffer, by name."""
+        """Return the first position in a pipeline that stores each parameter and buffer, by name."""
         names = {id(tensor): name for name, tensor in [*model.named_parameters(), *model.named_buffers()]}
         owners: dict[str, int] = {}
         for number, stage in enumerate(stages):
@@ -210,7 +214,7 @@ class Pipeline:
 
 
 def _sum_gradients(parameters: Sequence[nn.Parameter], group: Any, device: torch.device) -> None:
-    """Replace each `.grad` by the sum over the ranks of the group. Collective.
+    """Replace each `.grad` with the sum over the ranks of the group. Collective.
 
     A parameter that no rank has used keeps `.grad` None.
     """

@@ -1,12 +1,13 @@
-"""Run one optimizer step of a pipeline: each rank executes its row of the schedule with sends and receives.
+"""Run one optimizer step of a pipeline. Each rank executes its row of the schedule with sends and receives.
 
 After a forward pass, a rank sends the activation to the rank of the next stage. After a backward pass, it sends the
 gradient of its input to the rank of the previous stage. The sends and receives are issued in batches
 (`batch_isend_irecv`), in the order of `exchanges.slots_of`. With this order, a schedule that `schedules.check` accepts
 cannot deadlock, on gloo or on NCCL. While a rank computes one action, it can receive the message for the next one.
 
-The shape of a message depends only on the micro-batch, which all ranks of a pipeline have. In a step with a new shape
-of micro-batch, a header with the shape is sent before each activation. From the next step on, the shape is known.
+The shape of a message depends only on the micro-batch, which all ranks of a pipeline have. If a step contains a
+micro-batch with a new shape, a header with the shape is sent before each activation. From the next step on, the shape
+is known.
 
 This project has run pipelines on gloo only. For NCCL, the order of the batches is tested in a simulation.
 
@@ -202,7 +203,7 @@ class StageRunner:
                 step.receiving[transfer] = work, operation.tensor
 
     def _is_needed(self, step: _Step, transfer: Transfer) -> bool:
-        """Return whether the message exists: an activation of integers has no gradient, so none is sent."""
+        """Return whether the message exists. An integer activation has no gradient, so no gradient is sent."""
         if transfer.action.kind == FORWARD:
             return True
         if transfer.source == self.place:
@@ -277,7 +278,7 @@ def _from_header(header: torch.Tensor) -> Like:
 def _check_output(out: Any, stage: int) -> None:
     if not isinstance(out, torch.Tensor) or out.dim() > _HEADER - 2 or out.dtype not in _DTYPES:
         raise ValueError(
-            f"stage {stage} must return one tensor with at most {_HEADER - 2} dimensions and a common dtype, got a "
+            f"stage {stage} must return one tensor with a supported dtype and at most {_HEADER - 2} dimensions, got a "
             f"{type(out).__name__}"
         )
 
@@ -285,7 +286,7 @@ def _check_output(out: Any, stage: int) -> None:
 class _CapturedCall(BaseException):
     """Raised by the stand-in for a model, to abort the loss and return the arguments of the model.
 
-    This is not an `Exception`, because a loss might catch that.
+    The class does not derive from `Exception`, because a loss might catch an `Exception`.
     """
 
     def __init__(self, inputs: tuple[Any, ...], named: dict[str, Any]) -> None:

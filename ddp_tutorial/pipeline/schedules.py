@@ -8,7 +8,7 @@ A schedule can be plotted and validated before it runs.
     plan.makespan, plan.bubble, peaks(table)
 
 Stage s is on rank s % ranks. A forward pass needs the activation of the previous stage, and a backward pass the
-gradient of the next stage. A schedule does not specify how they are sent.
+gradient of the next stage. A schedule does not specify how these tensors are sent.
 
 GPipe: Huang et al., "GPipe: efficient training of giant neural networks using pipeline parallelism", 2019. 1F1B:
 Narayanan et al., "Memory-efficient pipeline-parallel DNN training" (PipeDream-Flush), 2021. Interleaved: Narayanan et
@@ -61,8 +61,8 @@ def gpipe(stages: int, micro_batches: int) -> Table:
 def one_f_one_b(stages: int, micro_batches: int) -> Table:
     """Alternate one forward pass and one backward pass after a warm-up.
 
-    The warm-up has one forward pass per later stage. A rank stores the activations of at most as many micro-batches as
-    there are stages from its own to the last one, regardless of the number of micro-batches.
+    The warm-up consists of one forward pass per later stage. Regardless of the number of micro-batches, a rank stores
+    the activations of at most one micro-batch per stage from its own stage to the last stage.
     """
     return [
         _in_turns(
@@ -75,7 +75,7 @@ def one_f_one_b(stages: int, micro_batches: int) -> Table:
 
 
 def interleaved(ranks: int, micro_batches: int, per_rank: int = 2) -> Table:
-    """Run 1F1B with `per_rank` stages on each rank, which makes the bubble smaller and the messages more numerous.
+    """Run 1F1B with `per_rank` stages on each rank, which shrinks the bubble but increases the number of messages.
 
     The stages of a rank are `ranks` apart. The micro-batches are processed in groups of `ranks`: a group passes through
     the first stage of a rank, and then through its next stage. If `micro_batches` is not a multiple of `ranks`, the
@@ -142,7 +142,7 @@ def check(table: Table, stages: int, micro_batches: int) -> None:
     waits forever.
 
     Raises:
-        ScheduleError: If the schedule is invalid. The message contains the problem.
+        ScheduleError: If the schedule is invalid. The message describes the problem.
     """
     for rank, actions in enumerate(table):
         expected = {
@@ -184,7 +184,7 @@ class Timed(NamedTuple):
 
 @dataclass(frozen=True)
 class Plan:
-    """The times of the actions of a schedule: `ranks[r]` lists the actions of rank r, in order."""
+    """The times of a schedule's actions. `ranks[r]` lists the actions of rank r, in order."""
 
     ranks: list[list[Timed]]
 
@@ -212,8 +212,8 @@ def simulate(
 
     Args:
         table: The schedule.
-        forward: The seconds of a forward pass, per stage or for all stages.
-        backward: The seconds of a backward pass, per stage or for all stages.
+        forward: The duration of a forward pass in seconds, as one value per stage or one value for all stages.
+        backward: The duration of a backward pass in seconds, as one value per stage or one value for all stages.
         send: The seconds between the end of an action and the arrival of its message at a different rank.
 
     Raises:
@@ -259,11 +259,12 @@ Semantics = Literal["buffered", "batched", "blocking"]
 def deadlocks(table: Table, sends: Semantics) -> str:
     """Return a description of the deadlock of a schedule with these send semantics, or "" if there is none.
 
-    - "buffered": A send does not block (gloo's `isend`, whose handle is kept). A table that passes `check` has no
-    deadlock. - "blocking": Receive, compute, send. A send blocks until its receiver receives (`dist.send` of large
-    tensors). - "batched": After an action, its send and the receive for the next action are posted together, and the
-    rank waits for
-      both (`batch_isend_irecv`; Megatron's `send_forward_recv_backward`).
+    - "buffered": A send does not block (gloo's `isend`, whose handle is kept). A table that passes `check` does not
+      deadlock.
+    - "blocking": A rank receives, computes, and then sends. A send blocks until its receiver receives (`dist.send` of
+      large tensors).
+    - "batched": After an action, its send and the receive for the next action are posted together, and the rank waits
+      for both (`batch_isend_irecv`; Megatron's `send_forward_recv_backward`).
     """
     stages = 1 + max(action.stage for actions in table for action in actions)
     programs = [_exchanges(rank, table, stages, sends) for rank in range(len(table))]

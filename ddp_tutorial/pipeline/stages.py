@@ -2,9 +2,9 @@
 
     split_into_stages(model, ["blocks.2"])     # a GPT of four blocks: stage 1 begins with block 2
 
-The model must be a chain: each module takes one tensor, the output of the previous module. An `nn.Sequential` is a
-chain. Any other model must define a method `chain()` that returns its modules by name, as `training.gpt` does. A model
-with connections that skip over a split, such as a U-Net, is not supported.
+The model must be a chain, in which each module takes one tensor, the output of the previous module. An `nn.Sequential`
+is a chain. Any other model must define a method `chain()` that returns its modules by name, as `training.gpt` does. A
+model with connections that skip over a split, such as a U-Net, is not supported.
 """
 
 from collections.abc import Mapping, Sequence
@@ -34,7 +34,7 @@ class Stage(nn.Module):
 
 
 def chain_of(model: nn.Module) -> dict[str, nn.Module]:
-    """Return the modules of a model, by name. Each takes the output of the previous one.
+    """Return the modules of a model, by name. Each module takes the output of the previous module.
 
     Raises:
         ConfigError: If the model is not an `nn.Sequential` and has no method `chain`.
@@ -44,7 +44,7 @@ def chain_of(model: nn.Module) -> dict[str, nn.Module]:
     chain = getattr(model, "chain", None)
     if chain is None:
         raise ConfigError(
-            f"{type(model).__name__} cannot be split into stages: it must be an nn.Sequential, or have a method "
+            f"{type(model).__name__} cannot be split into stages: it must be an nn.Sequential, or define a method "
             "chain() that returns its modules by name, in the order of the forward pass"
         )
     parts: dict[str, nn.Module] = chain()
@@ -55,8 +55,8 @@ def split_into_stages(model: nn.Module, names: Sequence[str]) -> list[Stage]:
     """Split `model` into stages, which share its parameters.
 
     Args:
-        model: The model, a chain.
-        names: The first module of each stage except the first stage.
+        model: A model that is a chain of modules.
+        names: The name of the first module of each stage, without the first stage.
 
     Returns:
         One more stage than there are names.
@@ -70,8 +70,8 @@ def split_into_stages(model: nn.Module, names: Sequence[str]) -> list[Stage]:
     for name in names:
         if name not in known:
             raise ConfigError(
-                f"the model has no module {name!r} at which to begin a stage.{did_you_mean(name, known)} Its modules: "
-                f"{', '.join(known)}"
+                f"a stage must begin at a module of the model, got {name!r}.{did_you_mean(name, known)} The modules "
+                f"are {', '.join(known)}"
             )
         begins.append(known.index(name))
         if begins[-1] <= begins[-2]:
@@ -100,7 +100,7 @@ def even_splits(model: nn.Module, stages: int) -> list[str]:
 
 
 def balance(costs: Sequence[float], stages: int) -> list[int]:
-    """Return the first index of each stage except the first, to minimize the cost of the most expensive stage.
+    """Return the first index of each stage except stage 0, to minimize the cost of the most expensive stage.
 
     No stage is empty. In the table, best[k][j] is the cost of the most expensive stage if the first j modules are split
     into k stages.

@@ -4,7 +4,7 @@ A source distributes samples to all ranks, but the ranks of a pipeline need the 
 sends its micro-batches to the other ranks of its pipeline. A step runs the schedule `accumulation` times, each time
 with `pipeline.micro_batches` new micro-batches. Each rank reads an equal share of them.
 
-Each rank has the weights, activations, gradients, and optimizer state of its own stages only. If the full model is
+Each rank stores the weights, activations, gradients, and optimizer state of its own stages only. If the full model is
 evaluated or exported, a rank temporarily gathers the missing weights; see `weights`.
 """
 
@@ -34,7 +34,7 @@ from ddp_tutorial.zero.state import Groups, OptimizerState
 class PipelineStrategy:
     """A strategy in which every rank updates its own stages.
 
-    Dropout depends only on `seed`, the run of the schedule, the stage, and the micro-batch.
+    Dropout depends only on `seed`, the index of the schedule run, the stage, and the micro-batch.
     """
 
     link: Link | None = None  # tensors are sent by torch's own send and receive
@@ -58,7 +58,7 @@ class PipelineStrategy:
             config: The pipeline settings.
             seed: The seed of dropout.
             precision: The mixed-precision settings.
-            accumulation: How often a step runs the schedule, each time with new micro-batches.
+            accumulation: The number of schedule runs per step, each with new micro-batches.
         """
         self.micro_batches_per_rank = accumulation * require_even_micro_batches(config)
         self.module, self.world, self.config = model, world, config
@@ -105,7 +105,7 @@ class PipelineStrategy:
         return nullcontext()
 
     def full_parameters(self) -> AbstractContextManager[nn.Module]:
-        """Return a context manager in which this rank has all weights. Collective."""
+        """Return a context manager in which this rank stores all weights. Collective."""
         return self.weights.full_parameters()
 
     def checkpoint_components(self, optimizer: torch.optim.Optimizer) -> dict[str, Part]:
@@ -119,23 +119,26 @@ class PipelineStrategy:
         return self.pipeline.owners[name] == self.pipeline.place
 
     def state_dict(self) -> Mapping[str, float]:
-        """Return the number of completed runs of the schedule, on which dropout depends."""
+        """Return the number of completed schedule runs. The dropout masks depend on this number."""
         return {"step": self.pipeline.runner.number}
 
     def load_state_dict(self, state: Any) -> None:
-        """Restore the number of completed runs of the schedule."""
+        """Restore the number of completed schedule runs."""
         self.pipeline.runner.number = int(state["step"])
 
 
 def _to_device(batches: Any, device: torch.device) -> Any:
-    """Return a nested structure with its tensors on a device: a GPU tensor cannot be unpickled on a different GPU."""
+    """Return a nested structure with its tensors moved to `device`.
+
+    A GPU tensor cannot be unpickled on a different GPU.
+    """
     return tree_map(lambda leaf: leaf.to(device) if isinstance(leaf, torch.Tensor) else leaf, batches)
 
 
 class _StagesState(OptimizerState):
     """The optimizer state of this rank's stages.
 
-    A rank writes the entries that no rank before it writes, and reads all of its own.
+    A rank writes the entries that no earlier rank writes, and reads all entries of its own stages.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, named: Mapping[str, torch.Tensor], written: set[str]) -> None:

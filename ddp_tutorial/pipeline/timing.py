@@ -1,4 +1,4 @@
-"""Split a model into stages by the measured time of its modules: `pipeline.split: measured`."""
+"""Split a model into stages by the measured time of its modules, for `pipeline.split=measured`."""
 
 import copy
 import time
@@ -21,11 +21,12 @@ def measured_splits(
 ) -> list[str]:
     """Return the names of the modules at which to split, to minimize the measured time of the slowest stage.
 
-    Measures a copy of the model, so that buffers and gradients do not change. Random number generators do not change.
+    The function measures a copy of the model, so that buffers and gradients do not change. Random number generators do
+    not change either.
 
     Args:
-        model: The model, a chain, on the device to measure.
-        loss: The loss function. Its own time counts for the last module.
+        model: A model that is a chain of modules, on the device to measure.
+        loss: The loss function. Its own time is added to the time of the last module.
         batch: A micro-batch, on the same device.
         stages: The number of stages.
         precision: The mixed-precision settings.
@@ -35,13 +36,13 @@ def measured_splits(
 
 
 def splits_of(seconds: Mapping[str, float], stages: int) -> list[str]:
-    """Return the modules at which to split, from the seconds of each module in the order of the chain."""
+    """Return the modules at which to split, given the time of each module in the order of the chain."""
     names = list(seconds)
     return [names[first] for first in balance(list(seconds.values()), stages)]
 
 
 def module_seconds(model: nn.Module, loss: Loss, batch: Any, precision: Precision | None = None) -> dict[str, float]:
-    """Return the seconds of a forward and a backward pass of each module of a chain: the minimum of five passes."""
+    """Return the time in seconds of each module's forward and backward pass, as the minimum of five passes."""
     precision = precision or Precision()
     timed = _TimedChain(copy.deepcopy(model), precision.world.device)
     passes = []
@@ -61,7 +62,7 @@ class _TimedChain(nn.Module):
         self.calls: list[tuple[str, torch.Tensor, torch.Tensor]] = []  # module, output, detached input of the next one
 
     def measure(self, loss: Loss, batch: Any, precision: Precision) -> dict[str, float]:
-        """Return the seconds of one forward and backward pass by module."""
+        """Return the time in seconds of one forward and backward pass, by module."""
         self.seconds, self.calls = dict.fromkeys(self.chain, 0.0), []
         last = list(self.chain)[-1]
         with precision.autocast():

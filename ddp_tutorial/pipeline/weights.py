@@ -5,8 +5,9 @@
     with weights.full_parameters() as model: ...   # all weights on every rank, read-only
     model(batch)                         # on all ranks: each unit is gathered while it computes
 
-For evaluation, every rank calls the full model with its own samples. The missing weights are then gathered as in
-ZeRO-3: block by block, and for the whole forward pass if they belong to no block. Training never gathers weights.
+For evaluation, every rank calls the full model with its own samples. The missing weights are then gathered block by
+block, as in ZeRO-3. Weights that do not belong to a block are gathered for the whole forward pass. Training never
+gathers weights.
 """
 
 from collections.abc import Iterable, Iterator
@@ -23,7 +24,7 @@ from ddp_tutorial.zero.units import units_of
 
 
 class StageWeights:
-    """The parameters and buffers of a model, of which this rank keeps those of its own stages.
+    """The parameters and buffers of a model, of which this rank keeps only those of its own stages.
 
     All methods except `release` are collective over the ranks of the pipeline.
     """
@@ -68,7 +69,7 @@ class StageWeights:
 
     @torch.no_grad()
     def _gather(self, names: Iterable[str]) -> None:
-        """Broadcast each named tensor from the first rank of the pipeline that has it. Collective.
+        """Broadcast each named tensor from the first rank of the pipeline that stores it. Collective.
 
         All ranks of the pipeline must pass the same names.
         """
@@ -117,7 +118,8 @@ class StageWeights:
 class StageWeightsState:
     """The weights of a pipeline in a checkpoint.
 
-    Each tensor is written once, by the first rank that has it in the first pipeline. All ranks that have it read it.
+    Each tensor is written once, by the first rank of the first pipeline that stores the tensor. All ranks that store
+    the tensor read it.
     """
 
     def __init__(self, weights: StageWeights, written: set[str]) -> None:

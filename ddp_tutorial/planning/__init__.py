@@ -3,12 +3,12 @@
 - `hardware` describes devices and networks.
 - `transformer` counts the parameters, FLOPs and activations of a model.
 - `plan` defines how a step is distributed: strategy, micro-batches, tensor and pipeline parallelism, recomputation.
-- `computation` computes the time of the forward and backward pass, and `communication` the time of collectives on a
-  network with two levels.
-- `memory` computes the bytes on a device.
-- `step` combines these into an estimate.
-- `choice` compares plans, and `published` lists training runs that other groups published, with which `comparison`
-  compares the predictions.
+- `computation` computes the time of the forward and backward pass. `communication` computes the time of collectives on
+  a two-level network.
+- `memory` computes the memory required on a device.
+- `step` combines these results into an estimate.
+- `choice` compares plans. `published` lists training runs that other groups published, and `comparison` compares the
+  predictions with these runs.
 
 For example:
 

@@ -8,23 +8,23 @@ from ddp_tutorial.planning.plan import Plan, Strategy
 from ddp_tutorial.planning.step import Estimate, estimate_step, shard_size
 from ddp_tutorial.planning.transformer import Recomputation, Transformer
 
-BATCH_TOLERANCE = 0.1  # a plan may change the global batch size by this fraction, because it must be divisible
+BATCH_TOLERANCE = 0.1  # a plan's global batch size may differ by this fraction, because it must be divisible
 LARGEST_MICRO_BATCH = 64  # sequences
 RECOMPUTATIONS: tuple[Recomputation, ...] = ("none", "half", "full")
 
 
 def choose(model: Transformer, device: Device, network: Network, devices: int, batch_tokens: float) -> list[Estimate]:
-    """Return the best plan of each kind: those that fit into memory first, sorted by step time per token.
+    """Return the best plan of each kind, sorted by step time per token. Plans that do not fit into memory are last.
 
     Plans are of the same kind if they have the same strategy and the same degrees of tensor and pipeline parallelism.
-    The best plan of a kind is the fastest one that fits, or the one that needs the least memory if none fits.
+    The best plan of a kind is the fastest plan that fits or, if no plan fits, the plan that requires the least memory.
 
     Args:
         model: The model.
         device: The device.
         network: The network.
         devices: The number of devices.
-        batch_tokens: The global batch size in tokens. Plans may differ from it by `BATCH_TOLERANCE`.
+        batch_tokens: The global batch size in tokens. A plan's batch size may differ by `BATCH_TOLERANCE`.
 
     Raises:
         ValueError: If no plan has this global batch size.
@@ -44,21 +44,21 @@ def choose(model: Transformer, device: Device, network: Network, devices: int, b
 
 
 def _order(estimate: Estimate) -> tuple[bool, float]:
-    """Return a key that sorts plans that fit by time per token, and then the others by memory."""
+    """Return a sort key: plans that fit by time per token, followed by all other plans by memory."""
     return not estimate.fits, 1 / estimate.tokens_per_second if estimate.fits else estimate.memory.total
 
 
 def candidates(model: Transformer, network: Network, devices: int, sequences: float) -> Iterator[Plan]:
-    """Return the plans worth comparing.
+    """Yield the plans to compare.
 
-    The degree of tensor parallelism is a power of two within a node, and the number of pipeline stages a divisor of the
-    remaining devices. "zero2", "zero3" and "hsdp" are not combined with a pipeline.
+    The degree of tensor parallelism is a power of two that fits into a node. The number of pipeline stages divides the
+    number of remaining devices. "zero2", "zero3" and "hsdp" are not combined with a pipeline.
 
     Args:
         model: The model.
         network: The network.
         devices: The number of devices.
-        sequences: The global batch size in sequences. Plans may differ from it by `BATCH_TOLERANCE`.
+        sequences: The global batch size in sequences. A plan's batch size may differ by `BATCH_TOLERANCE`.
     """
     for tensor in _powers(min(network.per_node, model.heads)):
         if devices % tensor or model.heads % tensor:
@@ -78,7 +78,7 @@ def candidates(model: Transformer, network: Network, devices: int, sequences: fl
 
 
 def _variants(plan: Plan, network: Network) -> Iterator[Plan]:
-    """Return `plan` with each strategy that it permits, and with and without recomputation."""
+    """Yield variants of `plan` with each permitted strategy, and with and without recomputation."""
     strategies: tuple[Strategy, ...] = ("ddp", "zero1")
     if plan.pipeline == 1:
         strategies = ("ddp", "zero1", "zero2", "zero3", "hsdp")
@@ -105,9 +105,9 @@ class RunCost:
     """The time and cost of a run.
 
     Attributes:
-        seconds: Seconds, without failures, restarts, checkpoints and evaluations.
-        device_hours: Hours of all devices.
-        price: The cost of these hours.
+        seconds: The run time in seconds, without failures, restarts, checkpoints and evaluations.
+        device_hours: The run time in hours, multiplied by the number of devices.
+        price: The cost of the device hours.
     """
 
     seconds: float
@@ -116,7 +116,7 @@ class RunCost:
 
 
 def run_cost(estimate: Estimate, tokens: float, price_per_device_hour: float) -> RunCost:
-    """Return the time and cost to train on `tokens` tokens with a plan."""
+    """Return the time and cost of training on `tokens` tokens with a plan."""
     seconds = tokens / estimate.tokens_per_second
     device_hours = seconds * estimate.plan.devices / 3600
     return RunCost(seconds, device_hours, device_hours * price_per_device_hour)

@@ -1,8 +1,8 @@
-"""Compute the time and the traffic of collectives on a network with two levels.
+"""Compute the time and the traffic of collectives on a two-level network.
 
-A ring over all devices of a group passes through each node once. Its steps inside a node take the latency of the fast
-domain, and those between nodes the latency of the fabric. NCCL runs one ring per network card, so the bandwidths of the
-cards of all the group's devices on a node add up. An all-reduce can also use a tree, whose latency grows with the
+A ring over all devices in a group passes through each node once. Steps within a node have the latency of the fast
+domain, and steps between nodes have the latency of the fabric. NCCL runs one ring per network card, so a group can use
+the network cards of all its devices on a node. An all-reduce can also use a tree, whose latency grows with the
 logarithm of the number of nodes. NCCL chooses the faster algorithm with the same formulas:
 https://github.com/NVIDIA/nccl, src/graph/tuning.cc.
 """
@@ -19,11 +19,11 @@ LINK_FRACTION = 0.8
 
 @dataclass(frozen=True)
 class Group:
-    """The devices of a collective.
+    """The devices in a collective.
 
     Attributes:
         size: The number of devices.
-        nodes: The number of nodes that they are on, with the same number on each.
+        nodes: The number of nodes. Each node contains the same number of these devices.
     """
 
     size: int
@@ -31,28 +31,28 @@ class Group:
 
     @property
     def local(self) -> float:
-        """The number of devices on a node."""
+        """The number of the group's devices on each node."""
         return self.size / self.nodes
 
     def bandwidth(self, network: Network) -> float:
-        """Return the bandwidth of the slowest part of a ring, in bytes per second."""
+        """Return the bandwidth of a ring's slowest link, in bytes per second."""
         across = self.local * network.across.bandwidth if self.nodes > 1 else math.inf
         return LINK_FRACTION * min(network.inside.bandwidth if self.local > 1 else math.inf, across)
 
 
 def group_of(size: int, stride: int, per_node: int) -> Group:
-    """Return the group of `size` devices whose numbers differ by `stride`.
+    """Return the group of `size` devices whose indices are `stride` apart.
 
     Args:
         size: The number of devices in the group.
-        stride: The distance between two neighbors of the group.
+        stride: The difference between the indices of neighbors in the group.
         per_node: The number of devices on a node.
     """
     return Group(size, math.ceil(size / max(1, per_node // stride)))
 
 
 def pass_seconds(group: Group, network: Network, nbytes: float) -> float:
-    """Return the time of a ring reduce-scatter or all-gather of `nbytes` bytes: W - 1 steps of 1 / W of the bytes."""
+    """Return the time of a ring reduce-scatter or all-gather of `nbytes` bytes, in W - 1 steps of `nbytes` / W."""
     if group.size == 1:
         return 0.0
     latency = group.nodes * (group.local - 1) * network.inside.latency + (group.nodes - 1) * network.across.latency
@@ -74,5 +74,5 @@ def sent_bytes(group: Group, nbytes: float) -> float:
 
 
 def sent_across(group: Group, nbytes: float) -> float:
-    """Return the part of `sent_bytes` that leaves the node: one of `local` devices sends to a different node."""
+    """Return the part of `sent_bytes` that leaves the node. Only one of `local` devices sends to a different node."""
     return sent_bytes(group, nbytes) / group.local if group.nodes > 1 else 0.0

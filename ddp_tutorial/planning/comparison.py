@@ -1,8 +1,8 @@
 """Compare predictions with published runs.
 
-One number of the model is fitted: the fraction of the achievable matrix FLOP/s that training reaches
-(`hardware.REACHED`). `fit` chooses it once for all runs, so that the sum of the absolute logarithms of predicted /
-published is smallest. `Comparison.left_out` is the error if the run itself is left out of the fit.
+Only one constant of the model is fitted: the fraction of the achievable matrix FLOP/s that training reaches
+(`hardware.REACHED`). `fit` chooses this constant once for all runs, by minimizing the sum of |log(predicted /
+published)|. `Comparison.left_out` is a run's error if the run itself is left out of the fit.
 """
 
 import math
@@ -23,7 +23,7 @@ GRID = tuple(number / 100 for number in range(40, 101))  # the values of `REACHE
 
 @dataclass(frozen=True)
 class Comparison:
-    """A published run beside its prediction.
+    """A published run and its prediction.
 
     Attributes:
         run: The published run.
@@ -39,7 +39,7 @@ class Comparison:
 
     @property
     def error(self) -> float:
-        """The relative error of the predicted MFU: 0.1 if it is 10 % too high."""
+        """The relative error of the predicted MFU, such as 0.1 if the prediction is 10 % too high."""
         return self.estimate.mfu / self.published - 1
 
 
@@ -66,7 +66,7 @@ def median_error(errors: Sequence[float]) -> float:
 
 
 def predict(run: PublishedRun, reached: float = REACHED) -> Estimate:
-    """Return the estimate of a published run. Nothing in it is fitted to the run.
+    """Return the estimate for a published run. No constant is fitted to this run alone.
 
     Args:
         run: The published run.
@@ -93,7 +93,7 @@ def _logarithms(run: PublishedRun) -> list[float]:
 
 
 def _best(logarithms: Sequence[Sequence[float]]) -> int:
-    """Return the position in `GRID` with the smallest sum of absolute logarithms."""
+    """Return the index in `GRID` with the smallest sum of absolute logarithms."""
     return min(range(len(GRID)), key=lambda position: sum(abs(each[position]) for each in logarithms))
 
 
@@ -133,7 +133,7 @@ def plan_of(run: PublishedRun) -> Plan:
 
 
 def network_of(run: PublishedRun) -> Network:
-    """Return a run's network: NVLink of its device inside a node, and the run's fabric between nodes."""
+    """Return a run's network, with its device's NVLink within a node and the run's fabric between nodes."""
     network = NETWORKS["DGX H100" if run.device == "H100" else "DGX A100"]
     if not run.fabric_gbit:
         return network

@@ -1,8 +1,8 @@
-"""Compute the time that a device computes in the forward and backward pass of a micro-batch.
+"""Compute a device's computation time in the forward and backward pass of a micro-batch.
 
-Three kinds of work take time: matrix products, attention, and reading and writing activations in memory. The last one
-is counted in bytes per token of the operations between the matrix products, each as a separate kernel in 16 bits:
-normalization, rotation of queries and keys, the activation function, dropout and residual additions.
+Three kinds of work take time: matrix products, attention, and reading and writing activations in memory. Memory traffic
+is counted in bytes per token, for the operations between the matrix products: normalization, rotation of queries and
+keys, the activation function, dropout and residual additions. Each operation counts as a separate 16-bit kernel.
 """
 
 from typing import NamedTuple
@@ -11,27 +11,27 @@ from ddp_tutorial.planning.hardware import Device
 from ddp_tutorial.planning.plan import Plan
 from ddp_tutorial.planning.transformer import Transformer
 
-# Bytes per token and vocabulary entry of the loss in the forward pass: 16-bit logits are written, read and written in
-# 32 bits, and read again by the loss.
+# Bytes per token per vocabulary entry for the loss in the forward pass: logits are written and read in 16 bits, written
+# in 32 bits, and read again by the loss.
 LOGITS = 12
 # Bytes per score in the forward pass of attention without a fused kernel: scores are written, read by the softmax,
-# written, read and written by dropout, and read by the product with the values; and a mask of one byte.
+# written, read and written by dropout, and read by the product with the values. The dropout mask adds one byte.
 SCORES = 13
 # FlashAttention computes five matrix products in the backward pass and two in the forward pass.
 FUSED_BACKWARD = 2.5
 
 
 class Passes(NamedTuple):
-    """Seconds of the forward and the backward pass."""
+    """The times of the forward and the backward pass, in seconds."""
 
     forward: float
     backward: float
 
 
 def stage_seconds(model: Transformer, plan: Plan, device: Device) -> Passes:
-    """Return the seconds that a pipeline stage computes for a micro-batch. The backward pass includes recomputation.
+    """Return a pipeline stage's computation time per micro-batch. The backward pass includes recomputation.
 
-    This is the time of the stage with the most layers. The output layer is divided equally among the stages.
+    The result applies to the stage with the most layers. The output layer is divided equally among the stages.
     """
     tokens = plan.micro_batch * model.sequence / plan.tensor
     dense, attention = _dense(model, device), _attention(model, plan, device)
@@ -49,7 +49,7 @@ def stage_seconds(model: Transformer, plan: Plan, device: Device) -> Passes:
 
 
 def _dense(model: Transformer, device: Device) -> float:
-    """Return the seconds per token of a layer's forward pass, except for attention."""
+    """Return the seconds per token of a layer's forward pass, without attention."""
     return 2 * model.layer_matrices / device.matmul_flops + _layer_traffic(model) / device.memory_bandwidth
 
 
@@ -78,7 +78,7 @@ def _output(model: Transformer, device: Device) -> float:
 
 
 def hardware_flops_per_token(model: Transformer, plan: Plan) -> float:
-    """Return the FLOPs per token with recomputation. What fused kernels recompute does not count."""
+    """Return the FLOPs per token with recomputation, except for the recomputation inside fused kernels."""
     again = {
         "none": 0,
         "selective": 0 if plan.fused_attention else model.attention_flops,

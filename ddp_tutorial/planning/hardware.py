@@ -8,8 +8,8 @@ from dataclasses import dataclass
 
 from ddp_tutorial.ddp.link_model import LinkModel
 
-# The fraction of a device's achievable matrix FLOP/s that the matrix products of a training step reach. It is the only
-# fitted number of the model: `comparison.fit` fits it once over all published runs, not per run or device.
+# The fraction of a device's achievable matrix FLOP/s that the matrix products of a training step reach. It is the
+# model's only fitted constant: `comparison.fit` fits it once over all published runs, not per run or device.
 REACHED = 0.7
 
 
@@ -20,11 +20,11 @@ class Device:
     Attributes:
         name: The name of the device.
         flops: Peak FLOP/s of dense matrix products in bfloat16.
-        memory: Bytes of memory.
-        memory_bandwidth: Bytes per second to and from the memory.
+        memory: The memory size in bytes.
+        memory_bandwidth: The memory bandwidth in bytes per second.
         achievable: The fraction of `flops` that the best matrix product reaches in a benchmark (`MATMULS`).
         attention_fraction: The fraction of `flops` that a fused attention kernel reaches (`ATTENTION`).
-        source: The address of the data sheet.
+        source: The URL of the data sheet.
         reached: The fraction of the achievable FLOP/s that the matrix products of a training step reach.
     """
 
@@ -50,14 +50,14 @@ class Device:
 
 @dataclass(frozen=True)
 class Network:
-    """A network with two levels.
+    """A two-level network.
 
     Attributes:
         name: The name of the network.
         per_node: The number of devices in a fast domain.
-        inside: The link of a device to the other devices of its domain.
-        across: The link of a device to other domains: the bandwidth of a node's network cards divided by its devices.
-        source: The address of the specification.
+        inside: The link from a device to other devices in its domain.
+        across: The link from a device to other domains, with an equal share of its node's network bandwidth.
+        source: The URL of the specification.
     """
 
     name: str
@@ -86,7 +86,7 @@ DEVICES = {
     )
 }
 
-# NCCL's own model of a ring with the Simple protocol: seconds per step. `hwLat` in
+# The seconds per ring step in NCCL's own model of the Simple protocol: `hwLat` in
 # https://github.com/NVIDIA/nccl/blob/master/src/graph/tuning.cc
 NVLINK_LATENCY, PCIE_LATENCY, FABRIC_LATENCY = 3.4e-6, 5.7e-6, 9.6e-6
 

@@ -1,4 +1,4 @@
-"""Compute the memory of a device in a training step."""
+"""Compute the memory that a training step requires on a device."""
 
 from dataclasses import dataclass
 
@@ -14,13 +14,13 @@ USABLE = 0.9
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes on the device that needs the most.
+    """Memory in bytes, on the device that requires the most.
 
     Attributes:
-        weights: Weights in the precision of the computation.
+        weights: Weights, in the dtype of the computation.
         gradients: Gradients.
         optimizer: The float32 copy of the weights and the moments.
-        gathered: The weights of two layers and of the output layer, which "zero3" and "hsdp" gather temporarily.
+        gathered: The weights of two layers and of the output layer, which "zero3" and "hsdp" all-gather temporarily.
         activations: Activations that the forward pass stores for the backward pass, including logits.
     """
 
@@ -32,7 +32,7 @@ class Memory:
 
     @property
     def total(self) -> float:
-        """The sum in bytes."""
+        """The total in bytes."""
         return self.weights + self.gradients + self.optimizer + self.gathered + self.activations
 
     def fits(self, device: Device) -> bool:
@@ -41,12 +41,12 @@ class Memory:
 
 
 def memory_of(model: Transformer, plan: Plan, shard: int) -> Memory:
-    """Return the memory of a device.
+    """Return the memory that a plan requires on a device.
 
     Args:
         model: The model.
         plan: The plan.
-        shard: The number of devices that shard the model state, from 1.
+        shard: The number of devices that shard the model state, at least 1.
     """
     own = plan.device_parameters(model.parameters)
     kind = "zero3" if plan.strategy == "hsdp" else plan.sharding
@@ -57,20 +57,20 @@ def memory_of(model: Transformer, plan: Plan, shard: int) -> Memory:
 
 
 def _gathered_parameters(model: Transformer) -> int:
-    """Return the parameters of the units that are gathered at the same time: the output layer and two layers."""
+    """Return the number of parameters that are gathered at the same time, in two layers and the output layer."""
     return model.vocabulary * model.width + min(2, model.layers) * model.layer_parameters
 
 
 def activation_bytes(model: Transformer, plan: Plan) -> float:
     """Return the bytes of activations on the device that stores the most.
 
-    The first stage of a 1F1B pipeline stores the activations of up to as many micro-batches as there are stages. The
-    last one stores those of one micro-batch and the logits. Interleaving adds a factor of 1 + (p - 1) / (p v)
-    (Korthikanti et al., 2022).
+    In a 1F1B pipeline of p stages, the first stage stores the activations of up to p micro-batches. The last stage
+    stores the activations of one micro-batch and the logits. With v chunks per stage, interleaving adds a factor of
+    1 + (p - 1) / (p v) (Korthikanti et al., 2022).
     """
     tokens = plan.micro_batch * model.sequence
     layer = tokens * model.activation_bytes(plan.recomputation, plan.tensor, fused=plan.fused_attention)
-    if plan.recomputation == "full":  # and one layer is recomputed
+    if plan.recomputation == "full":  # one recomputed layer is stored as well
         once = tokens * model.activation_bytes("none", plan.tensor, fused=plan.fused_attention)
     else:
         once = 0.0

@@ -11,12 +11,12 @@ Strategy = Literal["ddp", "zero1", "zero2", "zero3", "hsdp"]
 
 @dataclass(frozen=True)
 class Precision:
-    """Bytes per parameter. The default is mixed precision with AdamW: 2 + 2 + 12 bytes.
+    """Bytes per parameter. The default is 2 + 2 + 12 bytes, for mixed precision with AdamW.
 
     Attributes:
-        weights: Bytes of a weight, as computed with and as gathered.
-        gradients: Bytes of a gradient, as stored and as reduced.
-        optimizer: Bytes of optimizer state: a float32 copy of the weight and two float32 moments.
+        weights: Bytes per weight, in computation and in all-gathers.
+        gradients: Bytes per gradient, in memory and in reductions.
+        optimizer: Bytes of optimizer state, for a float32 copy of the weight and two float32 moments.
     """
 
     weights: int = 2
@@ -28,18 +28,18 @@ class Precision:
 class Plan:
     """The distribution of a training step.
 
-    The devices form a mesh of data x pipeline x tensor. The devices of a tensor-parallel group are neighbors, then
-    those of a data-parallel group, then the pipeline stages, as in Megatron-LM.
+    The devices form a mesh of data x pipeline x tensor. As in Megatron-LM, the tensor-parallel index varies fastest,
+    then the data-parallel index, then the pipeline stage.
 
     Attributes:
-        strategy: The data parallelism: DDP, a ZeRO stage ("zero3" is FSDP), or hybrid sharding ("hsdp").
+        strategy: The kind of data parallelism: DDP, a ZeRO stage ("zero3" is FSDP), or hybrid sharding ("hsdp").
         devices: The number of devices.
-        micro_batch: Sequences in a micro-batch.
-        accumulation: Micro-batches per step and replica. They fill the pipeline if there is one.
+        micro_batch: Sequences per micro-batch.
+        accumulation: Micro-batches per step per replica. With a pipeline, these micro-batches fill it.
         tensor: The degree of tensor (and sequence) parallelism.
         pipeline: The number of pipeline stages.
         interleaving: The number of model chunks on each stage of an interleaved schedule.
-        shard: With "hsdp", the number of devices that share one copy. Defaults to those of a node.
+        shard: With "hsdp", the number of devices that shard one replica. Defaults to a node's data-parallel devices.
         recomputation: The activations that the backward pass recomputes.
         fused_attention: Whether a fused kernel (FlashAttention) computes attention.
         precision: Bytes per parameter.
@@ -61,17 +61,17 @@ class Plan:
         """Validate the fields."""
         sizes = (self.devices, self.micro_batch, self.accumulation, self.tensor, self.pipeline, self.interleaving)
         if min(sizes) < 1:
-            raise ValueError(f"all numbers of a plan must be at least 1, got {self}")
+            raise ValueError(f"all numbers in a plan must be at least 1, got {self}")
         if self.devices % (self.tensor * self.pipeline):
             raise ValueError(
                 f"devices must be a multiple of tensor x pipeline = {self.tensor * self.pipeline}, got {self.devices}"
             )
         if self.strategy == "hsdp" and self.pipeline > 1:
-            raise ValueError("hsdp cannot be combined with a pipeline: use zero1")
+            raise ValueError(f"strategy hsdp does not support a pipeline, got pipeline={self.pipeline}: use zero1")
 
     @property
     def data(self) -> int:
-        """The degree of data parallelism: the number of devices or groups with different samples."""
+        """The degree of data parallelism, which is the number of devices or groups with different samples."""
         return self.devices // (self.tensor * self.pipeline)
 
     @property
@@ -79,16 +79,16 @@ class Plan:
         """The strategy that determines memory and communication.
 
         In a pipeline, a stage keeps gathered weights and accumulated gradients for all micro-batches, as
-        `torch.distributed.pipelining` does. So "zero2" and "zero3" then equal "zero1".
+        `torch.distributed.pipelining` does. Therefore, "zero2" and "zero3" then equal "zero1".
         """
         return "zero1" if self.pipeline > 1 and self.strategy in {"zero2", "zero3"} else self.strategy
 
     def stage_layers(self, layers: int) -> int:
-        """Return the layers of the largest pipeline stage, for a model of `layers` layers."""
+        """Return the number of layers in the largest pipeline stage, for a model with `layers` layers."""
         return self.interleaving * math.ceil(layers / (self.pipeline * self.interleaving))
 
     def device_parameters(self, parameters: int) -> float:
-        """Return the parameters of a device before data parallelism shards them, for a model of `parameters`."""
+        """Return the parameters per device before data-parallel sharding, for a model with `parameters` parameters."""
         return parameters / (self.tensor * self.pipeline)
 
     @property

@@ -1,19 +1,23 @@
 """Training runs that other groups published, with their plan and their throughput.
 
-The runs were chosen before the first prediction. The choice follows three rules: the plan is published (parallel
-degrees, micro-batch, recomputation), it uses data, tensor and pipeline parallelism only, and it computes in bfloat16 or
-float16. No run was removed afterwards. Two plans became more precise, from what their sources state: the chunks of
-Llama 3 405B, and torchtitan's selective recomputation. `CONTEXT_PARALLEL_RUNS` holds runs outside these rules.
+The runs were chosen before the first prediction, by three rules:
 
-Excluded, with the reason:
+- The plan is published (parallel degrees, micro-batch, recomputation).
+- The plan uses only data, tensor and pipeline parallelism.
+- The run computes in bfloat16 or float16.
+
+No run was removed afterwards. Two plans were made more precise, based on their sources: the chunks of Llama 3 405B, and
+torchtitan's selective recomputation. `CONTEXT_PARALLEL_RUNS` contains runs outside these rules.
+
+Excluded runs, with the reasons:
 
 - PaLM 540B: its TPU v4 torus has no fast domain inside a slower fabric.
 - OPT-175B: "up to 147 TFLOP/s", and the degree of tensor parallelism is not published.
 - Llama 2 and OLMo-core: the parallel degrees, or the number of GPUs, are not published.
 - Megatron-LM, table 1 (2021) and the H100 table of its README: the micro-batches are not published.
 
-Figures come in several conventions. `PublishedRun.tokens_per_second` converts all of them to tokens per second per
-device, and only that number is compared with a prediction.
+The sources use several conventions. `PublishedRun.tokens_per_second` converts all figures to tokens per second per
+device. Only this number is compared with a prediction.
 """
 
 from dataclasses import dataclass
@@ -39,7 +43,7 @@ class PublishedRun:
     Attributes:
         name: The model and the number of devices.
         year: The year of publication.
-        software: The framework that ran it.
+        software: The training framework.
         layers: The number of transformer blocks.
         width: The width of the residual stream.
         heads: The number of query heads.
@@ -54,24 +58,24 @@ class PublishedRun:
         devices: The number of devices.
         fabric: The class of the network between nodes of eight devices.
         fabric_gbit: Gbit/s per device between nodes, in each direction.
-        fabric_published: Whether the source states `fabric_gbit`. Otherwise it is what such nodes usually have.
-        zero: The ZeRO stage over the data-parallel ranks. 0 is DDP.
+        fabric_published: Whether the source states `fabric_gbit`. Otherwise, the value is typical of such nodes.
+        zero: The ZeRO stage over the data-parallel ranks. 0 means DDP.
         data: Data-parallel ranks.
         tensor: Tensor-parallel ranks.
         pipeline: Pipeline stages.
         chunks: Model chunks per pipeline rank. Above 1, the schedule is interleaved.
         context: Context-parallel ranks, which split each sequence.
-        micro_batch: Sequences per micro-batch and data-parallel rank.
+        micro_batch: Sequences per micro-batch on each data-parallel rank.
         recompute: The activations that the backward pass recomputes. "half" is torchtitan's selective option "op".
-        gradient_bytes: Bytes per gradient value that is sent.
+        gradient_bytes: Bytes sent per gradient value.
         batch_tokens: Tokens per optimizer step, over all devices.
         value: The published figure.
         unit: The unit of the figure.
-        convention: The FLOPs that a figure in TFLOP/s counts: the model's, or those with recomputation by one formula.
+        convention: The FLOPs that a figure in TFLOP/s counts: model FLOPs, or hardware FLOPs by one of two formulas.
         mfu: The published model FLOPs utilization in percent, if the source states it.
         source: The URL of the source.
         where: The table or section in the source.
-        note: What the source leaves open.
+        note: Assumptions and remarks.
     """
 
     name: str
@@ -111,18 +115,21 @@ class PublishedRun:
     note: str = ""
 
     def __post_init__(self) -> None:
-        """Raise if the degrees do not multiply to the devices, or the batch is not made of whole micro-batches."""
+        """Raise `ValueError` if the degrees do not match `devices`, or the batch is not made of full micro-batches."""
         ranks = self.data * self.tensor * self.pipeline * self.context
         if ranks != self.devices:
-            raise ValueError(f"{self.name}: the degrees multiply to {ranks}, but the run has {self.devices} devices")
+            raise ValueError(
+                f"{self.name}: the product of the degrees must be the number of devices, {self.devices}, got {ranks}"
+            )
         if self.batch_tokens % (self.data * self.micro_batch * self.sequence):
             raise ValueError(
-                f"{self.name}: {self.batch_tokens} tokens are not whole micro-batches on {self.data} ranks"
+                f"{self.name}: batch_tokens must be a multiple of {self.data * self.micro_batch * self.sequence}, the "
+                f"tokens in one micro-batch on all {self.data} data-parallel ranks, got {self.batch_tokens}"
             )
 
     @property
     def parameters(self) -> int:
-        """The number of weights in matrices and embeddings; norms and biases are left out."""
+        """The number of weights in matrices and embeddings; norms and biases are excluded."""
         head = self.width // self.heads
         attention = self.width * head * (2 * self.heads + 2 * self.kv_heads)
         feed_forward = (3 if self.gated else 2) * self.width * self.feed_forward
@@ -131,7 +138,7 @@ class PublishedRun:
 
     @property
     def micro_batches(self) -> int:
-        """The micro-batches of a data-parallel rank in each optimizer step."""
+        """The number of micro-batches per optimizer step on each data-parallel rank."""
         return self.batch_tokens // (self.data * self.micro_batch * self.sequence)
 
     @property
@@ -165,9 +172,9 @@ def _mpt(
     mfu: float,
     recompute: Recomputation,
 ) -> PublishedRun:
-    """Return a row of the tables of llm-foundry: FULL_SHARD, sequences of 2,048 tokens.
+    """Return a row of llm-foundry's tables. All rows use FULL_SHARD and sequences of 2,048 tokens.
 
-    The tables of the A100 state 1,600 Gbit/s per node; the table of the H100 states no network. "PURE" rows send
+    The A100 tables specify 1,600 Gbit/s per node. The H100 table specifies no network. "PURE" rows send
     gradients in bfloat16, "DEFAULT" rows in float32.
     """
     layers, width, heads = shape
@@ -243,7 +250,7 @@ def _titan(
     where: str,
     mfu: float | None = None,
 ) -> PublishedRun:
-    """Return a row of torchtitan's tables: `fully_shard` over all ranks, float32 gradients."""
+    """Return a row of torchtitan's tables. All rows use `fully_shard` over all ranks and float32 gradients."""
     hopper = device.startswith("H100")
     return PublishedRun(
         name=f"Llama 3 {size}, {devices} {device.split('-', maxsplit=1)[0]}",
@@ -265,13 +272,13 @@ def _titan(
         mfu=mfu,
         source=_TITAN_H100 if hopper else _TITAN_A100,
         where=where,
-        note="These H100 run at 500 W instead of 700 W." if hopper else "",
+        note="These H100 GPUs run at 500 W instead of 700 W." if hopper else "",
         **_llama(size),  # type: ignore[arg-type]
     )
 
 
 def _meta_405b(devices: int, data: int, tflops: float, mfu: float) -> PublishedRun:
-    """Return a row of table 4 of the Llama 3 paper, without context parallelism."""
+    """Return a row without context parallelism from table 4 in the Llama 3 paper."""
     return PublishedRun(
         name=f"Llama 3 405B, {devices:,} H100",
         year=2024,
@@ -297,9 +304,9 @@ def _meta_405b(devices: int, data: int, tflops: float, mfu: float) -> PublishedR
         source=_LLAMA3,
         where="Table 4; section 3.3.2",
         note=(
-            "The paper states that a chunk is one layer, and that the embedding and the output layer are chunks, too: "
-            "128 chunks on 16 ranks. The micro-batch is not stated; 1 is assumed. Weights stay gathered after the "
-            "forward pass: ZeRO-2."
+            "The paper states that a chunk is one layer, and that the embedding and the output layer are chunks, too. "
+            "The 16 ranks run 128 chunks. The micro-batch is not stated; 1 is assumed. Weights stay gathered after the "
+            "forward pass, as in ZeRO-2."
         ),
         **_llama("405B"),  # type: ignore[arg-type]
     )
@@ -338,7 +345,7 @@ def _gpt3(
     flash_attention: bool = False,
     note: str = "",
 ) -> PublishedRun:
-    """Return a run of a GPT-3-like model: ungated feed-forward layers of four times the width."""
+    """Return a run of a GPT-3-like model, whose ungated feed-forward layers are four times as wide as the model."""
     layers, width, heads = shape
     return PublishedRun(
         name=name,
@@ -381,7 +388,7 @@ def _gpt3(
 def _megatron(
     name: str, devices: int, tflops: float, *, shape: tuple[int, int, int] = (96, 12288, 96), **plan: int
 ) -> PublishedRun:
-    """Return a row of table 2 of Narayanan et al. (2021): Selene, A100 80 GB, full recomputation."""
+    """Return a row of table 2 in Narayanan et al. (2021). All rows use Selene, A100 80 GB and full recomputation."""
     return _gpt3(
         name,
         "Megatron-LM",
@@ -423,7 +430,7 @@ PUBLISHED_RUNS: tuple[PublishedRun, ...] = (
         vocabulary=50304,
         sequence=1024,
         flash_attention=True,
-        note="300 billion tokens in 'about 4 days': a coarse figure, which includes the evaluations.",
+        note="The source states 300 billion tokens in 'about 4 days', a coarse figure that includes the evaluations.",
     ),
     PublishedRun(
         name="TinyLlama 1.1B, 16 A100",
@@ -625,7 +632,7 @@ def _nemo_llama(
     pipeline: int = 1,
     chunks: int = 1,
 ) -> PublishedRun:
-    """Return a row of NVIDIA's Llama 3.1 tables in BF16: two context-parallel ranks, micro-batch 1."""
+    """Return a row of NVIDIA's BF16 tables for Llama 3.1. All rows use two context-parallel ranks and micro-batch 1."""
     return PublishedRun(
         name=f"Llama 3.1 {size}, {devices:,} H100",
         year=2024,

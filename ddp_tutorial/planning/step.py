@@ -1,11 +1,11 @@
-"""Estimate the time of a training step: computation, communication, overlap, pipeline bubble and memory.
+"""Estimate the time and memory of a training step from computation, communication, overlap and pipeline bubble.
 
-- Computation: matrix products run at `Device.matmul_flops` and fused attention at `attention_fraction` of the peak. All
-  other operations take the bytes that they read and write, divided by the memory bandwidth (`computation`).
+- Computation: matrix products run at `Device.matmul_flops` and fused attention at `attention_fraction` of the peak. The
+  time of all other operations is the bytes that they read and write, divided by the memory bandwidth (`computation`).
 - The backward pass takes twice as long as the forward pass. Recomputation repeats all or part of the forward pass.
-- Tensor parallelism communicates twice per layer and pass, without overlap.
+- Tensor parallelism communicates twice per layer in each pass, without overlap.
 - Data parallelism communicates once per layer. All but one layer's communication overlaps with computation
-  (`overlapped`), except for the gather of updated weights of "zero1" and "zero2" at the end.
+  (`overlapped`), except for the all-gather of updated weights at the end of "zero1" and "zero2" steps.
 - A pipeline of p stages and m micro-batches is idle for (p - 1) / m of its busy time. With v chunks per stage, this is
   (p - 1) / (m v), and the messages between stages overlap with the computation of other chunks (Narayanan et al.,
   2021).
@@ -41,12 +41,12 @@ class Estimate:
         bubble: Idle time of the pipeline.
         exposed: Communication of data parallelism and of the pipeline that does not overlap with computation.
         communication: All communication of data parallelism and of the pipeline, including the overlapped part.
-        optimizer: The update of the weights.
+        optimizer: The optimizer's update of the weights.
         bytes_inside: Bytes that the device sends within its node.
         bytes_across: Bytes that the device sends to other nodes, averaged over the devices of a node.
         mfu: Model FLOPs utilization: the model's FLOPs per second, as a fraction of the peak.
         hfu: Hardware FLOPs utilization, which also counts recomputation.
-        memory: Memory of the device.
+        memory: The memory required on the device.
         fits: Whether the device has enough memory.
     """
 
@@ -77,7 +77,7 @@ class Estimate:
 
     @property
     def tokens_per_second_per_device(self) -> float:
-        """Tokens per second and device."""
+        """Tokens per second per device."""
         return self.tokens_per_second / self.plan.devices
 
 
@@ -131,7 +131,7 @@ def estimate_step(model: Transformer, plan: Plan, device: Device, network: Netwo
 
 def check(model: Transformer, plan: Plan, network: Network) -> None:
     """Raise `ValueError` if the model or the network does not permit the plan."""
-    chunks = model.layers + 2  # the embedding and the output layer can be chunks of their own, as in Llama 3 405B
+    chunks = model.layers + 2  # the embedding and the output layer can be separate chunks, as in Llama 3 405B
     if plan.pipeline * plan.interleaving > chunks:
         raise ValueError(
             f"pipeline x interleaving must be at most {chunks}, the number of layers plus 2, got "
@@ -146,17 +146,17 @@ def check(model: Transformer, plan: Plan, network: Network) -> None:
 
 
 def shard_size(plan: Plan, network: Network) -> int:
-    """Return the number of devices that share the sharded model state. Not all strategies shard all of it."""
+    """Return the number of devices that share the sharded model state. Not all strategies shard the full state."""
     if plan.strategy != "hsdp":
         return plan.data
     return plan.shard or min(plan.data, max(1, network.per_node // plan.tensor))
 
 
 def overlapped(compute: float, communication: float, units: int) -> float:
-    """Return the time of computation and communication that overlap, except for one of `units` equal units.
+    """Return the total time of computation and communication that overlap, except for one of `units` equal units.
 
-    The gradients of a layer are reduced while the next layer computes. So the first layer computes alone, and the last
-    layer's reduction is exposed. A gather of weights is the same in reverse.
+    A layer's gradients are reduced while the next layer computes. Therefore, the first layer computes without
+    communication, and the last layer's reduction is exposed. For all-gathers of weights, the order is reversed.
     """
     return max(compute + communication / units, communication + compute / units)
 
@@ -166,13 +166,13 @@ def overlapped(compute: float, communication: float, units: int) -> float:
 
 @dataclass(frozen=True)
 class DataParallel:
-    """Seconds of communication of data parallelism.
+    """Communication time of data parallelism, in seconds.
 
     Attributes:
-        forward: In the forward pass of each micro-batch.
-        backward: In the backward pass of each micro-batch.
-        last: In the backward pass of the last micro-batch only.
-        end: After the step, without overlap.
+        forward: Time in the forward pass of each micro-batch.
+        backward: Time in the backward pass of each micro-batch.
+        last: Time in the backward pass of the last micro-batch only.
+        end: Time after the backward pass, without overlap.
     """
 
     forward: float = 0.0
@@ -182,7 +182,7 @@ class DataParallel:
 
 
 def data_parallel(model: Transformer, plan: Plan, network: Network) -> DataParallel:
-    """Return the communication of data parallelism on a device. It is issued once per layer."""
+    """Return the data-parallel communication time on a device. Each layer starts its own collectives."""
     units = plan.stage_layers(model.layers)
     own = plan.device_parameters(model.parameters)
     weights, gradients = own * plan.precision.weights / units, own * plan.precision.gradients / units
@@ -201,7 +201,7 @@ def data_parallel(model: Transformer, plan: Plan, network: Network) -> DataParal
 
 
 def _groups(plan: Plan, network: Network) -> tuple[Group, Group, Group]:
-    """Return the groups of all replicas, of the devices that share a copy, and of the copies."""
+    """Return the groups of all data-parallel devices, of the devices that shard one replica, and of the replicas."""
     shard = shard_size(plan, network)
     return (
         group_of(plan.data, plan.tensor, network.per_node),
@@ -236,12 +236,12 @@ def traffic(model: Transformer, plan: Plan, network: Network) -> tuple[float, fl
 
 
 def _tensor_passes(plan: Plan) -> int:
-    """Return the reduce-scatters and all-gathers of tensor parallelism per layer: four in each pass."""
+    """Return the number of tensor-parallel reduce-scatters and all-gathers per layer, with four in each pass."""
     return 12 if plan.recomputation == "full" else 8
 
 
 def tensor_seconds(model: Transformer, plan: Plan, network: Network) -> Passes:
-    """Return the time of tensor parallelism's communication for a micro-batch on a stage.
+    """Return the tensor-parallel communication time of a micro-batch on a stage.
 
     Each layer has two all-reduces of the activations in the forward pass and two in the backward pass. With sequence
     parallelism, each all-reduce is a reduce-scatter and an all-gather, which take the same time.
@@ -253,7 +253,7 @@ def tensor_seconds(model: Transformer, plan: Plan, network: Network) -> Passes:
 
 
 def message_seconds(model: Transformer, plan: Plan, network: Network) -> float:
-    """Return the time in which a stage sends activations and gradients of a micro-batch to its neighbors."""
+    """Return the time in which a stage sends a micro-batch's activations and gradients to its neighbors."""
     if plan.pipeline == 1:
         return 0.0
     link = network.inside if plan.devices <= network.per_node else network.across
@@ -274,7 +274,7 @@ def optimizer_seconds(model: Transformer, plan: Plan, device: Device, shard: int
 def tokens_to_hide_communication(
     strategy: Strategy, devices: int, device: Device, network: Network, precision: Precision | None = None
 ) -> float:
-    """Return the tokens per device and micro-batch from which communication is hidden behind computation.
+    """Return the minimum number of tokens per device per micro-batch that hides communication behind computation.
 
     Let P be the parameters, T the tokens, F the FLOP/s that matrix products reach, and B the bandwidth of the ring.
 
@@ -282,12 +282,12 @@ def tokens_to_hide_communication(
         ZeRO-3 forward  2 P T / F >= all-gather of w bytes per weight w P / B              =>  T >= w F / (2 B)
                backward 4 P T / F >= all-gather and reduce-scatter (w + g) P / B           =>  T >= (w + g) F / (4 B)
 
-    P cancels: the threshold does not depend on the size of the model. The ring sends (W - 1) / W of the bytes.
-    Attention, which adds computation, and latency are left out.
+    P cancels out, so the threshold does not depend on the size of the model. The ring sends (W - 1) / W of the bytes.
+    The threshold ignores latency, and attention, which adds computation.
 
     Args:
-        strategy: The strategy. "zero1" and "zero2" reduce half the bytes of "ddp" in the backward pass; their gather
-            at the end of the step is never hidden. "hsdp" is "zero3" within a node.
+        strategy: The strategy. "zero1" and "zero2" send half as many bytes as "ddp" in the backward pass; their
+            all-gather at the end of the step is never hidden. "hsdp" is "zero3" within a node.
         devices: The number of devices.
         device: The device.
         network: The network.

@@ -1,9 +1,9 @@
 """Count the parameters, FLOPs and activations of a dense decoder-only transformer.
 
 FLOPs follow the convention of Kaplan et al. (2020) and of PaLM's model FLOPs utilization (Chowdhery et al., 2022,
-appendix B). A weight takes 2 FLOPs per token in the forward pass and 4 in the backward pass. In the forward pass of a
-layer, attention takes 4 s h FLOPs per token (s: sequence length, h: width). The causal mask is not subtracted: FLOPs
-are counted as if every token attended to all s tokens. The token embeddings are a lookup and take no FLOPs.
+appendix B). A weight requires 2 FLOPs per token in the forward pass and 4 in the backward pass. In a layer's forward
+pass, attention requires 4 s h FLOPs per token (s: sequence length, h: width). The causal mask is not subtracted: FLOPs
+are counted as if every token attended to all s tokens. The token embeddings are a lookup and require no FLOPs.
 
 Activations follow Korthikanti et al., "Reducing activation recomputation in large transformer models" (2022).
 """
@@ -27,7 +27,7 @@ class Transformer:
         sequence: The number of tokens in a sequence.
         kv_heads: The number of key and value heads. Defaults to `heads`.
         feed_forward: The inner size of the feed-forward layer. Defaults to 4 times the width.
-        gated: Whether the feed-forward layer has a gate (SwiGLU), and so three matrices.
+        gated: Whether the feed-forward layer has a gate (SwiGLU), and therefore three matrices.
         tied: Whether the output layer shares the matrix of the token embeddings.
         positions: The number of learned position embeddings, or 0.
         biases: Whether linear and normalization layers have biases.
@@ -50,7 +50,7 @@ class Transformer:
 
     @property
     def kv_width(self) -> int:
-        """The size of all keys, or all values, of a token."""
+        """The total size of a token's keys, or of its values."""
         return self.width // self.heads * (self.kv_heads or self.heads)
 
     @property
@@ -82,7 +82,7 @@ class Transformer:
 
     @property
     def matrices(self) -> int:
-        """The number of parameters in matrix products: the layers and the output layer, without embeddings."""
+        """The number of parameters in the matrices of the layers and the output layer, without embeddings."""
         return self.layers * self.layer_matrices + self.vocabulary * self.width
 
     @property
@@ -96,7 +96,7 @@ class Transformer:
         return 3 * (2 * self.matrices + self.attention_flops)
 
     def activation_bytes(self, recomputation: Recomputation = "none", tensor: int = 1, *, fused: bool = True) -> float:
-        """Return the bytes of activations per token and layer that the forward pass stores, in two bytes per value.
+        """Return the activation bytes per token per layer that the forward pass stores, with two bytes per value.
 
         For a GPT with dropout, this is h (34 + 5 a s / h) / t, as in Korthikanti et al., table 2, with sequence
         parallelism.
@@ -105,8 +105,8 @@ class Transformer:
             recomputation: "full" stores only the input of a layer. "selective" recomputes the scores of attention.
                 "half" recomputes every second matrix product and everything between them, as torchtitan's selective
                 option "op" does; it stores about half of the activations.
-            tensor: The number of devices t that share a layer by tensor and sequence parallelism.
-            fused: Whether a fused kernel computes attention. It never stores the scores.
+            tensor: The degree t of tensor and sequence parallelism.
+            fused: Whether a fused kernel computes attention. A fused kernel never stores the scores.
         """
         h, f = self.width, self.inner
         if recomputation == "full":

@@ -1,10 +1,10 @@
 """Launch ranks, and report their output, results and errors.
 
 Scripts call `run` (in `starting`). It joins the ranks that torchrun or Slurm started, and otherwise launches ranks on
-this machine. `launch` runs any function on several local ranks. `rank` contains the code on the rank's side of a
-launch, `transport` sends calls and results between processes, and `errors` describes the failure of a rank. `console`
-shows the ranks' output, `logs` copies the parent's logging setup, and `figures` sends matplotlib figures to the parent.
-`doctor` checks which features work on this machine.
+this machine. `launch` runs any function on several local ranks. `rank` contains the code that runs in each rank.
+`transport` sends calls and results between processes. `errors` describes rank failures. `console` shows the ranks'
+output, `logs` copies the parent's logging setup, and `figures` sends matplotlib figures to the parent. `doctor` checks
+which features work on this machine.
 """
 
 import lazy_loader

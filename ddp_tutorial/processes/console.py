@@ -2,7 +2,7 @@
 
 In a terminal, each line appears as soon as a rank prints it, prefixed with the rank. In a notebook, the lines appear
 after the ranks have exited, grouped by rank. The output of a cell is then the same in every run, so a test can compare
-it, and no line appears under a different cell. While the ranks run, a live area shows a person their last lines.
+it, and no line appears under a different cell. While the ranks run, a live area shows the user their last lines.
 """
 
 import base64
@@ -14,11 +14,11 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from typing import Any, ClassVar, TextIO
 
-# Maximum number of lines kept per rank for the notebook and for error messages. It bounds the memory use.
+# Maximum number of lines kept per rank for the notebook and for error messages. This bounds the memory use.
 KEPT_LINES = 2_000
 # Maximum number of characters in a line. Longer lines are split.
 LONGEST_LINE = 1 << 14
-# Seconds between two lines of progress if stderr is redirected to a file.
+# Seconds between two progress lines if stderr is redirected to a file.
 PROGRESS_SECONDS = 10.0
 # Seconds before the live area of a notebook appears. Most cells of live ranks finish sooner.
 LIVE_SECONDS = 0.5
@@ -31,7 +31,7 @@ PROGRESS = {"ddp_tutorial": "progress"}
 
 
 class RankLog:
-    """Line buffer for the output of one rank. It shows every line, and keeps the last `KEPT_LINES` lines."""
+    """Line buffer for the output of one rank. It shows every line and keeps the last `KEPT_LINES` lines."""
 
     def __init__(
         self, rank: int, show: Callable[[int, str], None], edit: Callable[[str], str] = lambda line: line
@@ -40,8 +40,8 @@ class RankLog:
 
         Args:
             rank: Rank that writes the output.
-            show: Called as `show(rank, line)` for each line.
-            edit: Applied to each line before the line is shown and kept.
+            show: Function to call as `show(rank, line)` for each line.
+            edit: Function that is applied to each line before the line is shown and kept.
         """
         self.rank = rank
         self.lines: deque[str] = deque(maxlen=KEPT_LINES)
@@ -55,7 +55,7 @@ class RankLog:
 
         Args:
             data: Bytes that the rank has written.
-            final: Also show the unfinished last line.
+            final: Whether to also show the unfinished last line.
         """
         text = self._partial + self._decoder.decode(data, final)
         *lines, rest = text.split("\n")
@@ -81,10 +81,10 @@ class RankLog:
 
 
 def _pieces(line: str) -> list[str]:
-    """Split a line into pieces of at most `LONGEST_LINE` characters, as a terminal would show it.
+    """Split a line into chunks of at most `LONGEST_LINE` characters, as a terminal would display them.
 
-    A carriage return overwrites the last piece of the text before it. The full pieces before that piece are kept,
-    because they have already been shown.
+    A carriage return overwrites the last chunk of the text before it. The complete chunks before that chunk are kept,
+    because they have already been displayed.
     """
     pieces: list[str] = []
     for state in line.removesuffix("\r").split("\r"):
@@ -94,7 +94,7 @@ def _pieces(line: str) -> list[str]:
 
 
 class Console:
-    """Base class of the consoles, which show the ranks' output and progress. This class shows nothing."""
+    """Base class of the consoles, which show the ranks' output and progress. This class does not show anything."""
 
     environment: ClassVar[dict[str, str]] = {}  # variables to set in the ranks
 
@@ -105,17 +105,17 @@ class Console:
         """Show one line from the launcher itself."""
 
     def status(self, text: str) -> None:
-        """Show what the ranks are doing, such as "starting 2 ranks"."""
+        """Show the status of the ranks, such as "starting 2 ranks"."""
 
     def tick(self) -> None:
-        """Update the elapsed time. Call this about once per second while the ranks run."""
+        """Update the elapsed time. Call this method about once per second while the ranks run."""
 
     def progress(self, done: int, total: int, numbers: dict[str, Any]) -> None:
         """Show the progress that rank 0 reports.
 
         Args:
             done: Number of finished steps.
-            total: Number of all steps.
+            total: Total number of steps.
             numbers: Values to show beside the bar, by name.
         """
 
@@ -129,14 +129,14 @@ class Console:
 class TerminalConsole(Console):
     """Console that prints lines immediately, and shows a progress bar on stderr.
 
-    If stderr is not a terminal, it prints a line of progress at most every `PROGRESS_SECONDS` instead of the bar.
+    If stderr is not a terminal, it prints a line at most every `PROGRESS_SECONDS` instead of the progress bar.
     """
 
     def __init__(self, out: TextIO | None = None) -> None:
         """Create a console that prints to `out`, by default to `sys.stdout`."""
         self.out = out or sys.stdout
         self.bar: Any = None
-        self.printed = time.monotonic()  # the time of the last line of progress
+        self.printed = time.monotonic()  # the time of the last progress line
 
     def line(self, rank: int, text: str) -> None:
         """Print one line, prefixed with the rank."""
@@ -173,16 +173,16 @@ class TerminalConsole(Console):
 class NotebookConsole(Console):
     """Console that shows the ranks' lines and figures after the ranks have exited, grouped by rank.
 
-    While the ranks run, it shows a progress bar. If a person runs the cell, it also shows a live area: the status, the
-    elapsed time and the last lines of each rank. Programs that execute notebooks get no live area, so that outputs stay
-    the same in every run. Both are plain HTML and not widgets. Jupyter does not save the state of a widget with the
-    notebook, so a reopened notebook would show an error in its place.
+    While the ranks run, it shows a progress bar. If a person runs the cell, it also shows a live area with the status,
+    the elapsed time and the last lines of each rank. If a program executes the notebook, there is no live area, so that
+    the outputs are the same in every run. The bar and the live area are plain HTML rather than widgets. Jupyter does
+    not save the state of a widget in the notebook, so a reopened notebook would show an error instead of the widget.
     """
 
     environment: ClassVar[dict[str, str]] = {"MPLBACKEND": "module://ddp_tutorial.processes.figures"}
 
     def __init__(self) -> None:
-        """Create a console without lines and figures."""
+        """Create an empty console."""
         self.said: list[str] = []
         self.figures: list[tuple[int, bytes]] = []
         self.area: Any = None  # the display of the bar and the live area
@@ -198,7 +198,7 @@ class NotebookConsole(Console):
         self.tick()
 
     def message(self, text: str) -> None:
-        """Keep a line of the launcher until `close` prints it."""
+        """Keep a line from the launcher until `close` prints it."""
         self.said.append(text)
 
     def status(self, text: str) -> None:
@@ -219,7 +219,7 @@ class NotebookConsole(Console):
         self._draw(live=self.is_live)
 
     def _draw(self, *, live: bool) -> None:
-        """Draw the bar, if there is one, and with `live` the live area below it."""
+        """Draw the bar if there is one. If `live` is true, also draw the live area below the bar."""
         if self.area is None:
             from IPython.display import display
 
@@ -282,7 +282,7 @@ def in_notebook() -> bool:
 def a_person_is_there() -> bool:
     """Return whether a person ran this cell.
 
-    With each cell, a front end such as JupyterLab reports that it can ask its user for input. Programs that execute
+    For each cell, a front end such as JupyterLab reports that it can ask its user for input. Programs that execute
     notebooks report that they cannot. Without a kernel, as in a script, the result is False.
     """
     kernel = getattr(ipython_shell(), "kernel", None)
@@ -296,7 +296,7 @@ def ipython_shell() -> Any:
 
 
 def make_console(echo: bool) -> Console:
-    """Return the console for this environment: a notebook, a terminal, or no output if `echo` is false."""
+    """Return the console for a notebook or a terminal, or a silent console if `echo` is false."""
     if not echo:
         return Console()
     return NotebookConsole() if in_notebook() else TerminalConsole()

@@ -1,4 +1,7 @@
-"""The environment variables of `train --debug`. Does not import torch, which reads some of them at import."""
+"""The environment variables of `train --debug`.
+
+This module does not import torch, because torch reads some of the variables when it is imported.
+"""
 
 import os
 
@@ -17,7 +20,7 @@ VARIABLES = {
 
 
 def set_variables() -> str:
-    """Set the variables that are not set, for this process and the ranks that it starts.
+    """Set the variables that are not set yet, for this process and the ranks that it starts.
 
     Call this function before torch is imported.
 

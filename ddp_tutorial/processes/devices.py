@@ -14,9 +14,9 @@ def visible_devices(devices: str, ranks: int | None, environ: Mapping[str, str] 
     """Return the selected GPUs as entries of CUDA_VISIBLE_DEVICES.
 
     Args:
-        devices: The numbers of the GPUs, such as "0,1,3". They count the GPUs that this process sees, so that they
-            select from a CUDA_VISIBLE_DEVICES that a scheduler has set.
-        ranks: The number of ranks on this machine; None if each GPU gets a rank.
+        devices: The GPU numbers, such as "0,1,3". They are indices into the GPUs that this process sees, so they
+            respect a CUDA_VISIBLE_DEVICES that a scheduler has set.
+        ranks: The number of ranks on this machine; None for one rank per GPU.
         environ: The environment variables.
 
     Raises:
@@ -27,24 +27,24 @@ def visible_devices(devices: str, ranks: int | None, environ: Mapping[str, str] 
         raise ConfigError(f"--devices must be GPU numbers separated by commas, such as 0,1,3, got {devices!r}")
     numbers, there = [int(name) for name in names], torch.cuda.device_count()
     if not there:
-        raise ConfigError("--devices selects GPUs, but torch found none on this machine. Omit it to train on CPUs")
+        raise ConfigError("--devices selects GPUs, but torch found none on this machine. To use CPUs, omit --devices")
     if unknown := [number for number in numbers if number >= there]:
-        raise ConfigError(f"--devices {devices}: there is no GPU {unknown[0]}; torch found GPUs 0 to {there - 1}")
+        raise ConfigError(f"--devices {devices}: GPU numbers must be between 0 and {there - 1}, got {unknown[0]}")
     if len(set(numbers)) < len(numbers):
         raise ConfigError(f"--devices {devices}: a GPU is repeated, but each rank needs its own GPU")
     if ranks is not None and ranks > len(numbers):
         raise ConfigError(
-            f"--devices {devices} selects {len(numbers)} GPUs for {ranks} ranks on this machine, and each rank needs "
-            f"its own GPU. Use nprocs={len(numbers)}, or select {ranks} GPUs"
+            f"--devices {devices} selects {len(numbers)} GPUs for {ranks} ranks on this machine, but each rank "
+            f"requires its own GPU. Use nprocs={len(numbers)}, or select {ranks} GPUs"
         )
     visible = environ[VISIBLE].split(",") if environ.get(VISIBLE) else list(map(str, range(there)))
     return [visible[number].strip() for number in numbers]
 
 
 def default_nprocs(device: str, nprocs: int) -> int:
-    """Return the number of ranks if none was chosen: one for each GPU if the ranks use GPUs, and otherwise `nprocs`.
+    """Return the default number of ranks, which is one per GPU if the ranks use GPUs, and otherwise `nprocs`.
 
-    With device "auto", the ranks use GPUs if there are at least `nprocs`.
+    With device "auto", the ranks use GPUs if there are at least `nprocs` GPUs.
     """
     gpus = 0 if device == "cpu" else torch.cuda.device_count()
     return gpus if gpus and (device == "cuda" or gpus >= nprocs) else nprocs

@@ -1,4 +1,4 @@
-"""Check what this machine supports for distributed training: `python -m ddp_tutorial doctor`.
+"""Check this machine's support for distributed training, with `python -m ddp_tutorial doctor`.
 
 Each check performs the actual operation. For example, the checks launch two ranks, open a port, and write a file to
 shared memory.
@@ -37,7 +37,7 @@ class Finding:
     Attributes:
         name: Name of the check.
         ok: Whether the check passed; None if the result is neither good nor bad.
-        text: The result in words.
+        text: Description of the result.
         advice: The action to take, or an empty string.
     """
 
@@ -50,7 +50,7 @@ class Finding:
 def examine() -> list[Finding]:
     """Run every check and return the results.
 
-    A check that raises an exception returns a failed `Finding` with the error as its text.
+    If a check raises an exception, its result is a failed `Finding` that contains the error.
     """
     return [_run_probe(name, look) for name, look in _PROBES.items()]
 
@@ -126,7 +126,7 @@ def _hostname() -> tuple[bool | None, str, str]:
     try:
         return True, f"{name} resolves to {socket.gethostbyname(name)}", ""
     except OSError:
-        advice = "launch needs no host name; run torchrun with --standalone or --rdzv-endpoint=127.0.0.1:0"
+        advice = "launch does not need a host name; run torchrun with --standalone or --rdzv-endpoint=127.0.0.1:0"
         return None, f"{name} does not resolve to an address", advice
 
 

@@ -1,4 +1,4 @@
-"""Errors that describe the failure of a rank to its parent.
+"""Errors that report the failure of a rank to its parent process.
 
 This module does not import torch, so a command can check the type of an error cheaply.
 """
@@ -9,8 +9,9 @@ from typing import Any
 
 from ddp_tutorial.config import FailedError
 
-# Messages of gloo, NCCL and torch's store when the peer process has exited. They raise RuntimeError and other general
-# types, so only the text identifies the error. A lost connection is usually an effect and not the cause of a failure.
+# Messages of gloo, NCCL and torch's store when the peer process has exited. These libraries raise RuntimeError and
+# other general types, so only the text identifies the error. A lost connection is usually an effect of a failure, not
+# its cause.
 _LOST_CONNECTION = re.compile(r"by peer|broken pipe|connection was likely closed|connection refused", re.IGNORECASE)
 
 
@@ -34,7 +35,7 @@ class Raised:
 
     @classmethod
     def of(cls, error: BaseException) -> "Raised":
-        """Return the description of `error`."""
+        """Return the plain-text copy of `error`."""
         return cls(tuple(map(_full_name, type(error).__mro__)), str(error))
 
     def is_a(self, kind: type[BaseException]) -> bool:
@@ -56,12 +57,12 @@ def _full_name(kind: type) -> str:
 
 
 class RankError(FailedError):
-    """A rank failed, and all ranks were terminated.
+    """Raised when a rank has failed and all ranks have been terminated.
 
     Attributes:
         rank: The first rank that failed.
         reason: How the rank failed, such as "raised ValueError: no disk" or "was killed by SIGKILL".
-        raised: The rank's exception, or None if the rank raised none. Use `is_a` to check its type.
+        raised: The rank's exception, or None if the rank did not raise an exception. Use `is_a` to check its type.
         traceback: The rank's traceback, including the source lines of notebook cells.
         log: The last lines that the rank printed.
         others: The state of the other ranks at the time of the failure.
@@ -76,7 +77,7 @@ class RankError(FailedError):
         others: str = "",
         raised: Raised | None = None,
     ) -> None:
-        """Store the arguments, and build the error message from them. See the class for their meaning."""
+        """Store the arguments, and build the error message. The class docstring describes the arguments."""
         self.rank, self.reason, self.traceback, self.log, self.others = rank, reason, traceback, log, others
         self.raised = raised
         printed = f"Last lines that rank {rank} printed:\n{_indent(log)}" if log else ""
@@ -87,17 +88,17 @@ class RankError(FailedError):
         """Return whether the rank raised an exception of this type.
 
         Returns:
-            False if the rank raised no exception, for example because it was killed or timed out.
+            False if the rank did not raise an exception, for example because it was killed or timed out.
         """
         return self.raised is not None and self.raised.is_a(kind)
 
     @property
     def message(self) -> str:
-        """The rank's error message without the exception type; empty if the rank raised no exception."""
+        """The rank's error message without the exception type; empty if the rank did not raise an exception."""
         return self.raised.message if self.raised else ""
 
     def __reduce__(self) -> tuple[type["RankError"], tuple[Any, ...]]:
-        """Pickle the error by the arguments of its constructor."""
+        """Pickle the error as the arguments of its constructor."""
         return type(self), (self.rank, self.reason, self.traceback, self.log, self.others, self.raised)
 
     def _render_traceback_(self) -> list[str]:
@@ -109,7 +110,7 @@ class RankError(FailedError):
 
 
 class RankTimeoutError(RankError, TimeoutError):
-    """The ranks did not finish within the timeout. The message contains each rank's stack and its last collective."""
+    """Raised when ranks exceed the timeout. The message contains each rank's stack and its last collective."""
 
 
 def _indent(text: str) -> str:

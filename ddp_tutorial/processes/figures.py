@@ -1,8 +1,8 @@
 """A matplotlib backend for ranks that are launched from a notebook.
 
 `plt.show()` sends the open figures to the parent, which displays them under the cell. On a rank, Matplotlib's default
-backend has no notebook to draw in, so it would print `Figure(640x480)`. The environment variable MPLBACKEND names this
-module, so only ranks that draw import matplotlib.
+backend cannot draw into the notebook, so it would print `Figure(640x480)`. The environment variable MPLBACKEND names
+this module, so only ranks that draw import matplotlib.
 """
 
 import io
@@ -39,7 +39,7 @@ class FigureCanvas(FigureCanvasAgg):
 
 
 def png_of(figure: Figure) -> bytes:
-    """Return the figure as PNG, with the size and resolution of a notebook figure."""
+    """Return the figure as a PNG image, with the size and resolution of a notebook figure."""
     picture = io.BytesIO()
     figure.savefig(picture, format="png", bbox_inches="tight", dpi=72)
     return picture.getvalue()

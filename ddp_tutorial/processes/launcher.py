@@ -8,14 +8,14 @@
 `torch.multiprocessing.spawn` starts the processes. This module adds the following features:
 
 - `fn` and its arguments are pickled by value, so lambdas, closures and functions from a notebook cell work. A script is
-  different: every rank imports it, as torchrun's ranks run it; see `script`.
+  an exception: every rank imports the script, just as torchrun's ranks run it; see `script`.
 - The parent hosts the rendezvous store on the loopback interface, on a port that the operating system chooses, and sets
   the same environment variables as torchrun. The same code therefore runs here and on a cluster.
 - Two pipes connect each rank to the parent. The first replaces file descriptors 1 and 2. It captures the output of the
-  rank, its child processes and C++ code in order, and the parent knows which rank printed it. The second carries
+  rank, its child processes and C++ code in order, so the parent can attribute each line to a rank. The second carries
   progress, the result and errors.
 - The parent watches all ranks at once. If a rank raises an exception, crashes or exits early, the parent terminates all
-  ranks. It does the same on an interrupt and after the timeout; after a timeout, each rank first reports its stack.
+  ranks. It does the same after an interrupt or a timeout. After a timeout, each rank first reports its stack.
 - A rank never outlives its parent.
 """
 
@@ -81,7 +81,7 @@ TICK_SECONDS = 1.0
 # Seconds that ranks have to report their stacks after a timeout.
 REPORT_SECONDS = 2.0
 # Number of 64 KiB reads from the output pipe of a rank that has exited. A pipe holds 64 KiB on Linux, so more output
-# can only come from a child process of the rank that still writes.
+# can only come from a child process of the rank that is still writing.
 _PIPE_PIECES = 16
 
 
@@ -100,7 +100,7 @@ def launch(
 ) -> list[Result]:
     """Run `fn(world, *args)` on `nprocs` ranks, and return their results in rank order.
 
-    Inside `fn`, the process group is initialized (a single rank has none), and `progress` updates the progress bar that
+    Inside `fn`, the process group is initialized (unless `nprocs` is 1), and `progress` updates the progress bar that
     the parent shows. Call `launch` from the main thread, because Python delivers interrupts to the main thread only.
     Several threads may call `launch` at the same time; an interrupt does not stop launches in threads other than the
     main thread.
@@ -111,8 +111,8 @@ def launch(
     `python -c` or from an interactive session are pickled by value, together with the global variables that they use.
 
     When `launch` returns or raises, it has also terminated all processes that the ranks started. There is one
-    exception: if this process is killed by SIGKILL, the ranks die with it, but processes that they started may survive.
-    (DataLoader workers exit by themselves.)
+    exception: if this process is killed by SIGKILL, the ranks are killed as well, but processes that the ranks started
+    may survive. (DataLoader workers exit by themselves.)
 
     Args:
         fn: Function to run on every rank. Its first argument is the rank's `World`.
@@ -134,14 +134,15 @@ def launch(
         forward_signals: Signals, such as SIGTERM, that this process forwards to the ranks instead of handling them.
 
     Returns:
-        The results of `fn`, rank 0's first. Their tensors are moved to the CPU, except with `in_process`.
+        The results of `fn`, in rank order. Their tensors are moved to the CPU, except with `in_process`.
 
     Raises:
         RankError: If a rank failed. All ranks have been terminated.
         RankTimeoutError: If the ranks did not return within `timeout`.
-        StoppedError: If a forwarded signal terminated ranks that did not handle it, or did not handle it yet.
+        StoppedError: If a forwarded signal terminated ranks that had not installed a handler for it.
         ValueError: If an argument is invalid. No process has started.
-        TypeError: If `fn` cannot be called with these arguments, or they cannot be pickled. No process has started.
+        TypeError: If `fn` cannot be called with these arguments, or if `fn` or an argument cannot be pickled. No
+            process has started.
         MissingGuardError: If a script calls `launch` at its top level.
     """
     require_guard("launch")
@@ -209,13 +210,13 @@ def _check_call(fn: Callable[..., object], args: Sequence[object]) -> None:
         given = "".join(f", {type(arg).__name__}" for arg in args)
         raise TypeError(
             f"each rank calls {name}(world{given}), but {name}{signature} does not accept these arguments: {error}. "
-            "The first parameter must be `world`, followed by the arguments that launch got after nprocs."
+            "The first parameter must be `world`, followed by the arguments that launch received after nprocs."
         ) from None
 
 
 @dataclass
 class _Rank:
-    """A rank as the parent sees it: its process, its two pipes, and its result or error."""
+    """The parent's view of a rank, which contains its process, its two pipes, and its result or error."""
 
     rank: int
     process: Any
@@ -239,20 +240,20 @@ class _Rank:
 
     @property
     def repeats_rank_zero_error(self) -> bool:
-        """Whether the rank raised only because rank 0 reported its own failure."""
+        """Whether the rank raised an error only because rank 0 reported its own failure."""
         return self.raised is not None and self.raised.is_a(RankZeroFailedError)
 
     @property
     def lost_connection(self) -> bool:
-        """Whether the rank raised because it lost the connection to a different rank."""
+        """Whether the rank raised an error because it lost the connection to a different rank."""
         return self.raised is not None and lost_connection(self.raised.message)
 
     @property
     def cause_order(self) -> tuple[int, float]:
         """Sort key that finds the cause among several failures. The smallest key is the most likely cause.
 
-        The order is: exceptions that a rank raised by itself, by time; ranks that exited without an exception; lost
-        connections; repetitions of rank 0's error.
+        The order is as follows: exceptions that a rank raised by itself, by time; ranks that exited without an
+        exception; lost connections; repetitions of rank 0's error.
         """
         if self.raised is None:
             return 1, 0.0
@@ -260,7 +261,7 @@ class _Rank:
 
     @property
     def reason(self) -> str:
-        """The state of the rank in words, such as "raised ValueError: no disk"."""
+        """A description of the rank's state, such as "raised ValueError: no disk"."""
         if self.raised is not None:
             return f"raised {strip_noise(str(self.raised))}"
         if self.result is not None:
@@ -379,7 +380,7 @@ class _Ranks:
         return all(rank.repeats_rank_zero_error for rank in self.ranks if rank.failed)
 
     def forward_signal(self, number: int, frame: object) -> None:
-        """Send a signal that this process received to every running rank."""
+        """Forward a received signal to every running rank."""
         self.signalled = number
         for rank in self._running():
             with suppress(ProcessLookupError):  # it has just exited
@@ -403,8 +404,8 @@ class _Ranks:
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         """Terminate the remaining processes, then show the output.
 
-        Interrupts are deferred, because an interrupted cleanup would leave ranks running. If `launch` raises, its error
-        gets a note for each process that cannot be killed.
+        Interrupts are deferred, because an interrupted cleanup would leave ranks running. If `launch` raises an
+        error, a note is added to the error for each process that cannot be killed.
         """
         with interrupts_deferred():
             stuck = terminate_all([rank.process for rank in self.ranks], self.mark)
@@ -461,7 +462,7 @@ class _Ranks:
         """Read at most 64 KiB, so that a flood of output cannot block the parent.
 
         Returns:
-            False if there was nothing to read.
+            True if data was read, and False otherwise.
         """
         try:
             data = os.read(fd, 1 << 16)

@@ -17,13 +17,13 @@ class Logs(NamedTuple):
 
 
 def current_logging() -> Logs | None:
-    """Return the logging setup of this process, which is that of the root logger's first stream handler.
+    """Return the logging setup of this process, based on the root logger's first stream handler.
 
     `logging.basicConfig(level=logging.INFO)` installs such a handler. Levels of individual loggers and other kinds of
     handlers, such as file handlers, are ignored.
 
     Returns:
-        None if the root logger has no stream handler. Python then shows warnings and errors.
+        The setup, or None if the root logger has no stream handler. Python then shows warnings and errors.
     """
     root = logging.getLogger()
     for handler in root.handlers:

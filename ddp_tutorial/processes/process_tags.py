@@ -35,10 +35,10 @@ def tagged_processes(variable: str, is_ours: Callable[[str], bool]) -> list[psut
 
 
 def kill_tagged(variable: str, is_ours: Callable[[str], bool]) -> None:
-    """Kill all matching processes, and repeat until none is left.
+    """Kill all matching processes, and repeat until no matching process is left.
 
-    Repeating is necessary because a process may start a new one just before it is killed. The function gives up after
-    ten seconds if the operating system does not release some of the processes.
+    Repeating is necessary because a process may start another process just before it is killed. The function gives up
+    after ten seconds if the operating system does not release some of the processes.
 
     Args:
         variable: Name of the environment variable.

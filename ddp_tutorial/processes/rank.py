@@ -1,4 +1,4 @@
-"""The rank's side of a launch: initialize the spawned process, run the function, and send its result or error."""
+"""The rank's side of a launch. It initializes the spawned process, runs the function, and sends the result or error."""
 
 import atexit
 import faulthandler
@@ -37,11 +37,13 @@ _exit_code = 1
 
 
 def progress(done: int, total: int, **numbers: float) -> None:
-    """Report progress to the parent, which shows rank 0's progress as a bar. Has no effect outside `launch`.
+    """Report progress to the parent, which shows rank 0's progress as a bar.
+
+    Outside `launch`, this function has no effect.
 
     Args:
         done: Number of finished steps.
-        total: Number of all steps.
+        total: Total number of steps.
         **numbers: Values to show beside the bar, such as `loss`.
     """
     if _send is not None:
@@ -51,8 +53,8 @@ def progress(done: int, total: int, **numbers: float) -> None:
 def exit_with(error: BaseException) -> NoReturn:
     """Exit this process with `error`, from any thread.
 
-    Use it if the main thread is blocked in native code, where no exception can reach it. Under `launch`, the parent
-    raises the error as a `RankError`. Otherwise, the error is printed to stderr, and the exit code is 1.
+    Use this function if the main thread is blocked in native code, where no exception can reach it. Under `launch`, the
+    parent raises the error as a `RankError`. Otherwise, the error is printed to stderr, and the exit code is 1.
     """
     if _send is not None:
         _send("raised", Raised.of(error), "", time.monotonic())
@@ -118,14 +120,14 @@ def run_rank(rank: int, job: RankJob) -> None:
 
 
 class ParentInfo(Protocol):
-    """The information about its parent that a process needs to become a rank.
+    """The information about the parent that a process requires to become a rank.
 
     Attributes:
         threads: Number of torch threads.
         sources: Source lines of notebook cells, by file name.
         logs: The parent's logging setup.
         parent: Process ID of the parent.
-        dies_with_thread: Whether the process is killed when the parent's thread that started it exits.
+        dies_with_thread: Whether the process is killed when the parent thread that started it exits.
     """
 
     threads: int
@@ -147,7 +149,7 @@ def initialize_rank(rank: int, output: Descriptor, messages: Descriptor, origin:
         origin: Information about the parent.
 
     Returns:
-        The sender of messages to the parent. `progress` uses it too.
+        The sender of messages to the parent. `progress` also uses this sender.
     """
     global _send
     _keep_descriptors_from_children()
@@ -173,7 +175,8 @@ def _exit_without_finalizing() -> None:
     """Exit before Python finalizes the interpreter.
 
     torch's threads can outlive the process group (see `process_group`). If such a thread releases a tensor during
-    finalization, it aborts a rank that has finished its work: "terminate called without an active exception".
+    finalization, it aborts a rank that has already finished its work. The message is "terminate called without an
+    active exception".
     """
     sys.stdout.flush()
     sys.stderr.flush()
@@ -181,7 +184,7 @@ def _exit_without_finalizing() -> None:
 
 
 def _exit_with_parent(origin: ParentInfo) -> None:
-    """Ignore interrupts, which the parent handles, and have this process killed when the parent exits."""
+    """Ignore interrupts, which the parent handles, and have the kernel kill this process when the parent exits."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
     if origin.dies_with_thread:
@@ -194,7 +197,7 @@ def _keep_descriptors_from_children() -> None:
     """Close this rank's file descriptors in the programs that it starts.
 
     `multiprocessing` makes the descriptors inheritable. If a program outlived the rank, it would keep the pipes open,
-    and the parent would not see their end.
+    and the parent would never reach the end of the output.
     """
     for path in Path("/dev/fd").iterdir():
         if int(path.name) > 2:
@@ -216,7 +219,7 @@ def _redirect_output(fd: int) -> None:
 def _answer(lifeline: int, send: Sender, main_thread: int) -> None:
     """Wait until the parent closes the lifeline, report this rank's stack, and exit together with the parent.
 
-    The parent closes the lifeline after a timeout, or because it exits.
+    The parent closes the lifeline after a timeout, or when it exits.
     """
     connection.wait([lifeline])
     with suppress(OSError):
@@ -235,7 +238,7 @@ def user_traceback(error: BaseException, *files: str) -> str:
         *files: Further source files whose frames are omitted.
 
     Returns:
-        An empty string if no frames remain.
+        The traceback, or an empty string if no frames remain.
     """
     story = traceback.TracebackException.from_exception(error)
     ours = {__file__, *(ours.__code__.co_filename for ours in (Script.run, dump_result)), *files}

@@ -1,9 +1,9 @@
-"""Import the script that calls `launch` in every rank, as each rank of torchrun runs it.
+"""Import the main script into every rank of `launch`, just as each rank of torchrun runs the script.
 
 Top-level statements of the script, such as `torch.manual_seed(0)` or `torch.set_default_dtype(...)`, therefore take
 effect in every rank, and the functions and classes of the script belong to the imported module. As in
 `multiprocessing`, the script's `__name__` is `__mp_main__` in a rank. Code under `if __name__ == "__main__":`, such as
-the call of `launch`, runs only in the parent.
+the call to `launch`, runs only in the parent.
 
 `multiprocessing` would import the script before the process knows its rank and before its output is redirected.
 `main_module_hidden` prevents that import, and `Script.run` imports the script later.
@@ -21,12 +21,12 @@ _running: "Script | None" = None  # the script that this rank is importing now
 
 
 class MissingGuardError(ConfigError):
-    """A script launches ranks at its top level, so every rank would launch ranks again."""
+    """Raised if a script launches ranks at its top level, because every rank would launch ranks again."""
 
 
 @dataclass(frozen=True)
 class Script:
-    """The file that Python was started with.
+    """The script file with which Python was started.
 
     Attributes:
         path: Absolute path of the file, as in `python train.py`.
@@ -41,9 +41,9 @@ class Script:
         """Return the script of this process.
 
         Returns:
-            None in a notebook, in an interactive session and under `python -c`, which have no script file. Also None
-            for the `__main__.py` of a package, such as pytest's, because `multiprocessing` does not import such files
-            either.
+            The script, or None in a notebook, in an interactive session and under `python -c`, which have no script
+            file. The result is also None for the `__main__.py` of a package, such as pytest's, because
+            `multiprocessing` does not import such files either.
         """
         main = sys.modules["__main__"]
         path, spec = getattr(main, "__file__", None), getattr(main, "__spec__", None)

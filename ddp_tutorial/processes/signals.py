@@ -10,7 +10,7 @@ from contextlib import ExitStack, contextmanager
 
 from ddp_tutorial.config import FailedError
 
-# Signals that a cluster sends before it stops a job: Slurm and torchrun send SIGTERM, many batch scripts request
+# Signals that a cluster sends before it stops a job. Slurm and torchrun send SIGTERM, and many batch scripts request
 # SIGUSR1.
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
 EXIT_CODE = 75  # EX_TEMPFAIL in sysexits.h; the same command resumes the run
@@ -19,7 +19,7 @@ _SIGACTION_BYTES = 256  # at least sizeof(struct sigaction): 152 bytes with glib
 
 
 class StoppedError(FailedError):
-    """A signal stopped this process before it had anything to save. Earlier checkpoints are unchanged."""
+    """Raised if a signal stops this process before there is anything to save. Earlier checkpoints do not change."""
 
     def __init__(self, number: int) -> None:
         """Create the error for the signal with this number."""
@@ -27,7 +27,7 @@ class StoppedError(FailedError):
 
 
 class _Signalled(BaseException):
-    """A signal arrived inside `stopped_by_signals`.
+    """Raised when a signal arrives inside `stopped_by_signals`.
 
     The class derives from `BaseException`, because torch catches `Exception` in many places while it is imported.
     """
@@ -75,7 +75,7 @@ def handling(signals: Sequence[signal.Signals], handler: Callable[[int, object],
 def _restored(number: signal.Signals) -> Iterator[None]:
     """Restore a signal's handler when the block exits.
 
-    Python knows only handlers that were set from Python. Handlers set by C code, for example by
+    Python can only restore handlers that were set from Python. Handlers set by C code, for example by
     `faulthandler.register`, are restored with `sigaction`.
     """
     libc, action = ctypes.CDLL(None), ctypes.create_string_buffer(_SIGACTION_BYTES)
@@ -91,7 +91,7 @@ def _restored(number: signal.Signals) -> Iterator[None]:
 def die_with_parent() -> None:
     """Have the kernel kill this process with SIGKILL when the thread that started it exits.
 
-    Has no effect on systems other than Linux.
+    This function has no effect on systems other than Linux.
     """
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)

@@ -53,7 +53,7 @@ def oversubscription_warning(nprocs: int, device: str, cores: int) -> str | None
 
 
 def exit_descriptor(process: Any) -> int:
-    """Return a new file descriptor that becomes readable when `process` exits. The caller closes it.
+    """Return a new file descriptor that becomes readable when `process` exits. The caller must close it.
 
     The descriptor is a pidfd if the system supports it, and otherwise a duplicate of `Process.sentinel`. The sentinel
     is a pipe whose other end leaks into the programs that the process starts, so it becomes readable only after those
@@ -66,7 +66,7 @@ def exit_descriptor(process: Any) -> int:
 
 
 def has_exited(process: Any) -> bool:
-    """Return whether `process` has exited and its exit code is known. Never blocks."""
+    """Return whether `process` has exited and its exit code is known. This function never blocks."""
     process.join(0)
     return process.exitcode is not None
 
@@ -81,7 +81,8 @@ def terminate_all(processes: list[Any], mark: str) -> list[Any]:
         mark: Value of the environment variable `MARK`, which the descendants of the ranks inherit.
 
     Returns:
-        The processes that still exist `END_SECONDS` after SIGKILL, such as a process that waits for a dead NFS server.
+        The processes that still exist `END_SECONDS` after SIGKILL, such as a process that waits for an unresponsive NFS
+        server.
     """
     for process in processes:
         process.terminate()
@@ -94,7 +95,7 @@ def terminate_all(processes: list[Any], mark: str) -> list[Any]:
 
 
 def cannot_be_killed(rank: int, pid: int) -> str:
-    """Return a message that names a process which still exists after SIGKILL."""
+    """Return a message that names a process that still exists after SIGKILL."""
     return (
         f"rank {rank}'s process {pid} still exists after SIGKILL: it is blocked in the kernel by a disk or network "
         f"file system that does not respond, or held by a debugger. Inspect it with: ps -o pid,stat,wchan -p {pid}"
@@ -110,13 +111,13 @@ def wait_for_exit(processes: list[Any]) -> list[Any]:
 
 
 def loopback_store(nprocs: int) -> dist.TCPStore | None:
-    """Create the store through which `nprocs` ranks rendezvous, hosted by this process.
+    """Create a store, hosted by this process, for the rendezvous of `nprocs` ranks.
 
     The function opens the listening socket itself. No other process can then take the port first, and the store listens
     on the loopback interface only; a `TCPStore` would listen on all interfaces by default.
 
     Returns:
-        None for a single rank, which needs no store.
+        The store, or None for a single rank, which does not need a store.
     """
     if nprocs == 1:
         return None
@@ -132,7 +133,7 @@ def loopback_store(nprocs: int) -> dist.TCPStore | None:
 
 
 def rank_environment(nprocs: int, threads: int, port: int) -> dict[str, str]:
-    """Return the environment variables that torchrun would set, except RANK and LOCAL_RANK, and those of OpenMP.
+    """Return OpenMP's variables, and the variables that torchrun would set except RANK and LOCAL_RANK.
 
     OpenMP reads its variables when torch is imported, so they must be set before the process starts.
     """
@@ -157,9 +158,8 @@ def interrupts_deferred() -> Iterator[None]:
     """Defer interrupts until the block exits, in this process and in child processes that start inside the block.
 
     Two mechanisms are needed. Child processes inherit the blocked signal mask, so no child is interrupted before it
-    ignores SIGINT. The mask applies to one thread only, however, and in a process with several threads, such as a
-    Jupyter kernel, a different thread receives the signal. The handler therefore records the interrupt until the block
-    exits.
+    ignores SIGINT. However, the mask applies to one thread only. In a process with several threads, such as a Jupyter
+    kernel, a different thread receives the signal. The handler therefore records the interrupt until the block exits.
     """
     resource_tracker.ensure_running()  # spawn would start it inside the block and unblock SIGINT (3.11)
     noted: list[int] = []
@@ -212,7 +212,7 @@ def cell_sources() -> dict[str, list[str]]:
 
 
 def rename_cells(trace: str) -> str:
-    """Replace the file names of cells by the notebook's names.
+    """Replace the file names of cells with their names in the notebook.
 
     Example:
         `File "ipykernel_7/3.py", line 2` becomes `Cell In[4], line 2`.

@@ -47,7 +47,7 @@ def run(
     result.
 
     Unlike `launch`, `run` forwards SIGTERM and SIGUSR1 to the ranks, so that training can save a checkpoint before it
-    exits. If a rank does not handle the signal, or does not handle it yet, `run` raises `StoppedError`.
+    exits. If a rank has not installed a handler for the signal, `run` raises `StoppedError`.
 
     Args:
         main: Function to run on every rank. Its first argument is the rank's `World`.
@@ -63,7 +63,7 @@ def run(
         ConfigError: If a setting or the environment is invalid. The error may originate on any rank.
         RankError: If a rank that was launched here failed. Under torchrun and Slurm, this rank's exception is raised
             unchanged.
-        StoppedError: If a signal stopped ranks that were launched here and did not handle it.
+        StoppedError: If a signal stopped ranks that were launched here and had no handler for the signal.
     """
     require_guard("run")
     if is_launched_rank():
@@ -98,8 +98,8 @@ def _join(main: Callable[..., Result], args: tuple[Any, ...], here: World) -> Re
 def _clear_frames(error: BaseException | None) -> None:
     """Clear the local variables in the frames of an error's traceback.
 
-    A `DistributedDataParallel` among those variables would outlive its process group, and so would gloo's threads,
-    which can then abort or hang the process on exit (torch 2.13). Ranks of `launch` are not affected; see `rank`.
+    A `DistributedDataParallel` among these variables would outlive its process group. Gloo's threads would then also
+    survive, and could abort or hang the process on exit (torch 2.13). Ranks of `launch` are not affected; see `rank`.
     """
     while error is not None:
         traceback.clear_frames(error.__traceback__)

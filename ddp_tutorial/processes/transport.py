@@ -32,7 +32,7 @@ def dump_call(fn: Callable[..., object], args: tuple[object, ...], script: Scrip
     Functions and classes that `script` defines are pickled by name, because the rank imports the script.
 
     Raises:
-        TypeError: If an argument or variable cannot be pickled. The message names it.
+        TypeError: If an argument or variable cannot be pickled. The message contains its name.
     """
     buffer = io.BytesIO()
     try:
@@ -49,7 +49,7 @@ def dump_result(result: object) -> bytes:
     """Pickle a result by value, with its tensors moved to the CPU.
 
     Raises:
-        TypeError: If a part of the result cannot be pickled. The message names it.
+        TypeError: If a part of the result cannot be pickled. The message contains its location in the result.
     """
     buffer = io.BytesIO()
     try:
@@ -79,7 +79,7 @@ class _CallPickler(cloudpickle.Pickler):  # type: ignore[misc]
 class _ResultPickler(cloudpickle.Pickler):  # type: ignore[misc]
     """Pickler that copies tensors to the CPU, because the parent may have no GPU and should not initialize one.
 
-    Only the elements of a view are copied, and not its whole storage.
+    For a view, only the elements are copied, not the whole storage.
     """
 
     def reducer_override(self, value: Any) -> Any:
@@ -120,7 +120,8 @@ def _culprit(value: object, label: str) -> str | None:
 
     Args:
         value: Object to check.
-        label: Name of `value` in the error message. The item of a dict, list or tuple is appended to it.
+        label: Name of `value` in the error message. If the value is in a dict, list or tuple, its key or index is
+            appended to the name.
     """
     try:
         cloudpickle.dumps(value)
@@ -147,7 +148,7 @@ class Sender:
         self._lock = threading.Lock()
 
     def __call__(self, *message: Any) -> None:
-        """Send one message. Blocks while the pipe is full."""
+        """Send one message, and block while the pipe is full."""
         data = memoryview(_framed(message))
         mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
         try:

@@ -1,6 +1,6 @@
-"""The files in a run's folder, and functions that read them.
+"""Define the files in a run folder, and functions that read these files.
 
-This module never imports torch, so that commands about logs start quickly.
+This module does not import torch, so that commands that read logs start quickly.
 """
 
 import json
@@ -13,7 +13,7 @@ from ddp_tutorial.checkpoint.manifest import CHECKPOINTS
 from ddp_tutorial.config import ConfigError
 from ddp_tutorial.files import new_directory, write_atomically
 
-PER_SECOND = "_per_second"  # suffix of a rate's name, after the unit that the loss counts: tokens_per_second
+PER_SECOND = "_per_second"  # suffix of a rate's name, after the unit of the loss's count, as in tokens_per_second
 StopRequest = Literal["stop", "save"]  # stop after the current step; "save" also writes a checkpoint
 
 
@@ -46,7 +46,7 @@ class RunFolder:
 
     @property
     def metrics(self) -> Path:
-        """The metrics of every step and evaluation, as JSON lines."""
+        """The metrics of every step and evaluation, as JSON Lines."""
         return self.path / "metrics.jsonl"
 
     @property
@@ -61,7 +61,7 @@ class RunFolder:
 
     @property
     def stop_request(self) -> Path:
-        """Request to stop the run. The file contains "stop" or "save", and exists until the run has handled it."""
+        """Request to stop the run. The file contains "stop" or "save", and exists until the request is handled."""
         return self.path / "stop"
 
     @property
@@ -94,7 +94,7 @@ class RunFolder:
         return self.path / f"rank_{rank}.log"
 
     def exists(self) -> bool:
-        """Return whether this is the folder of a run."""
+        """Return whether this is a run folder."""
         return self.config.is_file()
 
 
@@ -104,7 +104,7 @@ INSIDE = {RunFolder(Path()).model.name, RunFolder(Path()).best.name, RunFolder(P
 
 @dataclass(frozen=True)
 class Run:
-    """Contents of a run's folder: its config, its log rows in order, and its result if the run finished."""
+    """The contents of a run folder. `steps` contains the log rows in order. `result` is None until the run finishes."""
 
     path: Path
     config: dict[str, Any]
@@ -122,10 +122,10 @@ class Run:
 
 
 def folder_of(path: str | Path) -> RunFolder:
-    """Return the folder of a run.
+    """Return the run folder at `path`.
 
     Raises:
-        ConfigError: If the path is not the folder of a run.
+        ConfigError: If the path is not a run folder.
     """
     folder = RunFolder(Path(path))
     if not folder.exists():
@@ -137,16 +137,16 @@ def request_stop(path: str | Path, request: StopRequest) -> None:
     """Ask a run to stop after its current step, with or without a checkpoint.
 
     Raises:
-        ConfigError: If the path is not the folder of a run.
+        ConfigError: If the path is not a run folder.
     """
     write_atomically(folder_of(path).stop_request, request.encode())
 
 
 def load_run(path: str | Path) -> Run:
-    """Read a run's folder.
+    """Read a run folder.
 
     Raises:
-        ConfigError: If the path is not the folder of a run.
+        ConfigError: If the path is not a run folder.
     """
     folder = folder_of(path)
     config = read_object(folder.config)
@@ -156,7 +156,7 @@ def load_run(path: str | Path) -> Run:
 
 
 def read_object(path: Path) -> dict[str, Any] | None:
-    """Return the JSON object in a file. Return None if the file does not exist or contains anything else."""
+    """Return the JSON object in a file, or None if the file does not exist or does not contain a JSON object."""
     try:
         content = json.loads(path.read_bytes())
     except (OSError, ValueError, RecursionError):
@@ -165,7 +165,7 @@ def read_object(path: Path) -> dict[str, Any] | None:
 
 
 def read_lines(path: Path) -> list[dict[str, Any]]:
-    """Return the JSON objects in a file of JSON lines.
+    """Return the JSON objects in a JSON Lines file.
 
     Truncated lines and lines that are not JSON objects are skipped.
     """

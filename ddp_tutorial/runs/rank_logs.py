@@ -21,7 +21,7 @@ LOG = logging.getLogger("ddp_tutorial")
 
 @contextmanager
 def rank_log(world: World, run: RunFolder) -> Iterator[None]:
-    """Send `LOG` and Python's warnings to this rank's file in the run's folder and to the console, inside the block."""
+    """Inside the block, send `LOG` and Python's warnings to the console and to this rank's file in the run folder."""
     run.create()  # does not exist yet on a machine that does not share rank 0's disk
     file = logging.FileHandler(run.rank_log(world.rank), encoding="utf-8")
     form = f"%(asctime)s rank {world.rank} %(levelname)-7s %(message)s"
@@ -50,13 +50,13 @@ def rank_log(world: World, run: RunFolder) -> Iterator[None]:
 
 @contextmanager
 def record_failure(world: World, run: RunFolder, step: Callable[[], int]) -> Iterator[None]:
-    """Log the traceback of an exception, and record the first failure of all ranks in the run's folder.
+    """Log an exception's traceback. If no other rank has failed before, also record the failure in the run folder.
 
     Later failures are usually caused by the exit of the first failed rank, so they do not replace its record.
 
     Args:
         world: This rank's world.
-        run: Folder of the run.
+        run: Run folder.
         step: Returns the current step.
     """
     try:

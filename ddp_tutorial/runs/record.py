@@ -1,4 +1,4 @@
-"""Record one run with one context manager: its folder, its metrics, its rank logs, its resource usage and its failure.
+"""Record the folder, metrics, rank logs, resource usage and failure of a run with one context manager.
 
 record = RunRecord(world, folder, config)
 with record.exclusive():  # locks the folder; check here whether the run can resume, and raise an error if it cannot
@@ -34,22 +34,23 @@ _MARK = "shared"  # name of the temporary file that shows whether ranks share a 
 def open_folder(
     world: World, name: str, label: str, *, resuming: bool, shared: bool = False, private: bool = True
 ) -> RunFolder:
-    """Create or open the folder of a run on rank 0, and return it on all ranks. Collective.
+    """Create or open a run folder on rank 0, and return it on all ranks. Collective.
 
     A new folder is empty. `RunRecord.exclusive` writes the config into it.
 
     Args:
         world: This rank's world.
-        name: Name of the folder. If it is empty, the name consists of the time, `label` and the world size.
+        name: Name of the folder. If empty, the name consists of the time, `label` and the world size.
         label: Suffix of the default name.
-        resuming: Use an existing folder with this name. Otherwise, a name that is taken gets a number.
-        shared: Require that all ranks see the folder, as checkpoints do.
-        private: Make a new folder readable only by its owner. Otherwise, the umask determines its permissions. The
-            umask also determines the permissions of new parent folders, such as runs/.
+        resuming: Whether to use an existing folder with this name. Otherwise, a number is appended to a name that is
+            taken.
+        shared: Whether all ranks must see the folder, which checkpoints require.
+        private: Whether a new folder is readable only by its owner. Otherwise, the umask determines its permissions.
+            The umask also determines the permissions of new parent folders, such as runs/.
 
     Raises:
         ConfigError: If the folder must be shared, but a rank does not see it or sees a different folder with the same
-            name. Raised on all ranks. A new folder is removed.
+            name. The error is raised on all ranks, and a new folder is removed.
     """
     label = f"{label}-{world.size}x"
     folder, is_new = decide_on_rank_zero(world, lambda: _create_folder(name, label, resuming, private))
@@ -60,8 +61,8 @@ def open_folder(
             with suppress(OSError):  # contains other runs
                 RUNS.rmdir()
         raise ConfigError(
-            f"rank {', '.join(others)} does not see {folder.path}, the folder of the checkpoints: the ranks do not "
-            f"share it. {SHARE} To save no checkpoints, use checkpoint.every=0."
+            f"all ranks must share the checkpoint folder {folder.path}, but rank {', '.join(others)} cannot see rank "
+            f"0's folder. {SHARE} To disable checkpoints, use checkpoint.every=0."
         )
     return folder
 
@@ -70,16 +71,16 @@ def require_rank_zeros(world: World, name: str) -> None:
     """Check that the named folder on rank 0's disk did not belong to a different rank of an earlier run. Collective.
 
     Raises:
-        ConfigError: If the folder contains logs of other ranks but no config, so the run and its checkpoints are on a
-            different host. Raised on all ranks.
+        ConfigError: If the folder contains logs of other ranks but no config, because the run and its checkpoints are
+            then on a different host. The error is raised on all ranks.
     """
 
     def look() -> None:
         folder = RunFolder(RUNS / name)
         if not folder.exists() and any(folder.path.glob("rank_*.log")):
             raise ConfigError(
-                f"{folder.path} has logs of other ranks, but none of rank 0, which ran on a different host and saved "
-                "the checkpoints there. Start rank 0 on that host, or use a different name."
+                f"{folder.path} contains logs of other ranks, but not of rank 0. Rank 0 ran on a different host and "
+                "saved the checkpoints there. Start rank 0 on that host, or use a different run name."
             )
 
     decide_on_rank_zero(world, look)
@@ -110,14 +111,14 @@ def _create_marker(folder: Path) -> Path:
 
 
 def _create_folder(name: str, label: str, again: bool, private: bool) -> tuple[RunFolder, bool]:
-    """Create the folder of a run (see `open_folder`). Return the folder and whether it is new."""
+    """Create a run folder (see `open_folder`). Return the folder and whether it is new."""
     path = RUNS / (name or f"{time.strftime('%Y%m%d-%H%M%S')}-{label}")
     folder = RunFolder(path, mode=0o700 if private else 0o777)
     return (folder, folder.create()) if again else (folder.create_numbered(), True)
 
 
 class RunRecord:
-    """The record of a run on one rank.
+    """One rank's record of a run.
 
     Enter the record once, inside `exclusive`, for the duration of the run. Inside the block, messages go to the rank's
     log, phases are timed, and an exception is recorded as the run's failure.
@@ -138,11 +139,12 @@ class RunRecord:
 
         Args:
             world: This rank's world.
-            folder: Folder of the run.
-            config: Settings of the run.
+            folder: Run folder.
+            config: Run settings.
             unit: Unit of the loss's count, such as "samples" or "tokens".
-            events: Also write TensorBoard events. Without the package tensorboardX, only a warning is logged.
-            memory_limit_mb: Resident memory in MB above which a rank logs a warning; 0 for no limit.
+            events: Whether to also write TensorBoard events. Without the package tensorboardX, only a warning is
+                logged.
+            memory_limit_mb: Resident memory in MB above which a rank logs a warning. 0 disables the limit.
             gpu_memory_limit_mb: The same limit for the GPU memory that PyTorch has reserved.
         """
         self.world, self.folder, self.config = world, folder, config
@@ -155,13 +157,13 @@ class RunRecord:
 
     @contextmanager
     def exclusive(self) -> Iterator[None]:
-        """Prevent other runs from using the folder inside the block. Collective.
+        """Prevent other runs from using the folder while the block is active. Collective.
 
         A new folder contains its config when the block starts. A folder of an earlier attempt is not modified. The
-        folder is locked first, so a reader that sees the config or the log also sees that the run is running.
+        folder is locked first, so a reader that sees the config or the log also sees that the run is active.
 
         Raises:
-            FolderInUseError: If a different run uses the folder. Raised on all ranks.
+            FolderInUseError: On all ranks, if a different run uses the folder.
         """
         with ExitStack() as stack:
             stack.callback(self.log.close_file)  # also if a step fails
@@ -202,7 +204,7 @@ class RunRecord:
             self.folder.result.unlink(missing_ok=True)
 
     def record_step(self, number: int) -> dict[str, float]:
-        """Return the seconds of a step by phase, and add them to the rank's usage."""
+        """Return the step time in seconds by phase, and add it to the rank's usage."""
         self.step = number
         seconds = self.watch.take()
         self.usage.add(seconds)

@@ -1,4 +1,4 @@
-"""Compare the throughput of runs with that of a baseline. This module does not import torch."""
+"""Compare the throughput of runs with a baseline. This module does not import torch."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -15,8 +15,8 @@ class Speedup:
     """The throughput of a run relative to a baseline.
 
     Attributes:
-        speedup: Throughput divided by that of the baseline; None if the runs are not comparable.
-        efficiency: Speedup divided by the ratio of the numbers of ranks.
+        speedup: Throughput divided by the baseline's throughput; None if the runs are not comparable.
+        efficiency: Speedup divided by the ratio of the world sizes.
     """
 
     speedup: float | None = None
@@ -31,18 +31,18 @@ def default_baseline(summaries: Sequence[Summary]) -> Summary | None:
 
 
 def require_throughput(run: Summary) -> Summary:
-    """Return the run.
+    """Return `run` if its log contains a throughput.
 
     Raises:
-        ConfigError: If its log contains no throughput.
+        ConfigError: If the log does not contain a throughput.
     """
     if not run.rate:
-        raise ConfigError(f"the baseline {run.path} has no throughput: its log contains no steps")
+        raise ConfigError(f"the log of the baseline {run.path} must contain a throughput, but contains no steps")
     return run
 
 
 def speedup(run: Summary, baseline: Summary | None) -> Speedup:
-    """Return the speedup and the efficiency of a run. Both are None without a baseline, or if the work differs."""
+    """Return the speedup and the efficiency of a run. Both are None without a baseline or if the work differs."""
     if baseline is None or not baseline.rate or not run.rate or different_work(run, baseline):
         return Speedup()
     factor = run.rate / baseline.rate
@@ -50,14 +50,14 @@ def speedup(run: Summary, baseline: Summary | None) -> Speedup:
 
 
 def different_work(run: Summary, baseline: Summary) -> list[str]:
-    """Return the settings that make a step of the two runs different work."""
+    """Return the settings that differ between two runs and change the work of a step."""
     return [name for name in differing_settings([run, baseline]) if name.split(".")[0] in _WORK]
 
 
 def not_comparable(summaries: Sequence[Summary], baseline: Summary) -> str | None:
-    """Return a sentence that names the runs whose work differs from that of the baseline, or None if there are none."""
+    """Return a sentence that lists the runs whose work differs from the baseline's, or None if there are none."""
     others = {run.path: names for run in summaries if (names := different_work(run, baseline))}
     if not others:
         return None
     listed = "; ".join(f"{path} ({', '.join(names)})" for path, names in others.items())
-    return f"no speedup over {baseline.path} for runs with different settings: {listed}"
+    return f"the speedup over {baseline.path} is not defined for runs with different settings: {listed}"

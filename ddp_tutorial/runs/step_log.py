@@ -1,4 +1,4 @@
-"""Write the metrics of a run: every step and evaluation as a line of JSON, and optionally as TensorBoard events."""
+"""Write each step and evaluation of a run as a line of JSON and, optionally, as a TensorBoard event."""
 
 import json
 import os
@@ -21,11 +21,10 @@ _encode = json.JSONEncoder(allow_nan=False).encode  # json.dumps would create an
 
 
 class StepLog:
-    """The metrics of a run: a file of JSON lines on rank 0, and the losses and rates on every rank.
+    """Log of a run's metrics. Rank 0 writes a JSON Lines file, and every rank keeps the losses and rates in memory.
 
-    The methods expect values that are the same on all ranks, so none of them is collective. `add` only appends to a
-    list. `flush` writes the steps as whole lines in one write, so the file of a killed run is valid. The file is
-    created by `open`.
+    The methods expect values that are the same on all ranks, so no method is collective. `add` only appends to a list.
+    `flush` writes the steps as whole lines in one write, so the file of a killed run is valid. `open` creates the file.
     """
 
     def __init__(self, world: World, path: Path, unit: str = "samples", *, events: bool = False) -> None:
@@ -33,10 +32,10 @@ class StepLog:
 
         Args:
             world: This rank's world.
-            path: Path of the JSON lines file.
-            unit: Unit of the loss's count, such as "samples" or "tokens". The log contains its count and its rate per
-                second.
-            events: Also write TensorBoard events, on rank 0.
+            path: Path of the JSON Lines file.
+            unit: Unit of the loss's count, such as "samples" or "tokens". The log contains the count in this unit and
+                the rate per second.
+            events: Whether to also write TensorBoard events, on rank 0.
         """
         self.unit = unit
         self.losses: list[float] = []
@@ -83,7 +82,7 @@ class StepLog:
         self._pending.append((known, seconds, others, means, grad_norm))
 
     def _total(self) -> float:
-        """Return the count as it is written: an integer, unless the loss counts fractions."""
+        """Return the count in its logged form, which is an integer unless the loss counts fractions."""
         rounded = round(self.count, 6)
         return int(rounded) if rounded.is_integer() else rounded
 
@@ -143,12 +142,12 @@ class StepLog:
             os.fsync(self._file.fileno())
 
     def elapsed(self) -> float:
-        """Return the run time in seconds, without the time between an interruption and the resumption."""
+        """Return the run time in seconds, excluding the time between an interruption and the resumption."""
         return round(time.monotonic() - self._began, 3)
 
     @property
     def latest(self) -> dict[str, float]:
-        """The last loss and rate for a progress bar; empty before the first flush."""
+        """The last loss and rate, for a progress bar. Empty before the first flush."""
         return {"loss": self.losses[-1], self.unit + PER_SECOND: self.rates[-1]} if self.rates else {}
 
     @contextmanager
@@ -159,7 +158,7 @@ class StepLog:
         self._flushed += time.monotonic() - began
 
     def write(self, *records: dict[str, Any]) -> None:
-        """Append records to the file on rank 0. The last record also becomes a point of TensorBoard's curves."""
+        """Append records to the file on rank 0. The last record is also sent to TensorBoard."""
         if self._file is not None:
             notify_observers("write", self._path)
             left = memoryview("".join(_encode(without_nan(record)) + "\n" for record in records).encode())
@@ -204,7 +203,7 @@ class Events:
         self._writer: Any = None
 
     def write(self, record: dict[str, Any]) -> None:
-        """Write one point of every curve: all floats of a record, except totals."""
+        """Write one point of every curve. Each float in the record is one point, except running totals."""
         if self._writer is None:
             self._writer = self._open(purge_step=self._purge_step)
         shown = {name: value for name, value in record.items() if isinstance(value, float) and name not in self._totals}
@@ -213,7 +212,7 @@ class Events:
         self._writer.file_writer.add_summary(self._summary(value=values), record["step"])
 
     def rewind(self, step: int) -> None:
-        """Close the file. The next file discards all events after `step`."""
+        """Close the file. With the next file, TensorBoard discards all events after `step`."""
         self.close()
         self._purge_step = step + 1
 

@@ -1,4 +1,4 @@
-"""Find, summarize and compare runs from the files that they have written. This module does not import torch.
+"""Find, summarize and compare runs, based on the files that they have written. This module does not import torch.
 
     for folder in find_runs():
         print(folder, state_of(folder), summarize(folder).loss)
@@ -31,7 +31,7 @@ _SHARED = RUNS / "cache"
 _IN_GRADS = ("forward", "backward", "finish")
 # Phases in which a rank works by itself. In backward and finish, fast ranks wait for slow ranks.
 _OWN_WORK = ("data", "forward")
-# A rank is a straggler if its own work takes at least this many times as long as that of the other ranks,
+# A rank is a straggler if its own work takes at least this many times as long as the other ranks' work,
 _SLOW = 1.5
 # and if the difference is at least this fraction of the measured time.
 _WORTH_TELLING = 0.05
@@ -42,7 +42,7 @@ _LARGEST = 1e300
 Row = dict[str, Any]
 
 
-# ------------------------------------------------------------------------------------------------- which runs are there
+# --------------------------------------------------------------------------------------------------------- finding runs
 
 
 def find_runs(folder: Path = RUNS) -> list[Path]:
@@ -64,12 +64,12 @@ def _runs_below(folder: Path) -> Iterator[Path]:
 
 
 def _is_run(folder: Path) -> bool:
-    """Return whether `folder` is the folder of a run. An exported model also has a config.json, but without `steps`."""
+    """Return whether `folder` is a run folder. An exported model also has a config.json, but without `steps`."""
     return "steps" in (read_object(RunFolder(folder).config) or {})
 
 
 def find_run(name: str) -> Path:
-    """Return the folder of a run, given as a path or as a name under runs/.
+    """Return a run's folder, given its path or its name under runs/.
 
     Raises:
         ConfigError: If there is no such run.
@@ -105,7 +105,7 @@ def state_of(folder: Path) -> RunState:
     return "running" if is_locked(folder) else "killed"
 
 
-# ---------------------------------------------------------------------------------------------------- numbers of a log
+# ----------------------------------------------------------------------------------------------------- values in a log
 
 
 def finite_number(row: Mapping[str, Any], key: str) -> float | None:
@@ -117,7 +117,7 @@ def finite_number(row: Mapping[str, Any], key: str) -> float | None:
 
 
 def metric(row: Row, name: str) -> float | None:
-    """Return a metric of `metrics_of`, such as "loss" or "seconds.data", or None if there is no finite number."""
+    """Return the value of a metric, such as "loss" or "seconds.data", or None if there is no finite number."""
     group, _, key = name.rpartition(".")
     return finite_number(_mapping(row, group) if group else row, key)
 
@@ -128,7 +128,7 @@ def rows_of(run: Run) -> list[Row]:
 
 
 def metrics_of(rows: Sequence[Row]) -> list[str]:
-    """Return the names of the metrics in a log: first those of its steps, then "seconds.data" and the other phases."""
+    """Return the metric names in a log. The step metrics come first, followed by "seconds.data" and other phases."""
     names = dict.fromkeys(key for row in rows for key in row if finite_number(row, key) is not None)
     phases = dict.fromkeys(name for row in rows for name in _mapping(row, "seconds") if ": " not in name)
     return [
@@ -159,7 +159,7 @@ def elapsed_seconds(rows: Sequence[Row]) -> list[float]:
 
 
 def phases_of(rows: Sequence[Row]) -> tuple[dict[str, float], dict[str, float]]:
-    """Return rank 0's seconds by phase over all rows, the longest first.
+    """Return rank 0's seconds by phase over all rows, in decreasing order.
 
     Returns:
         The outer phases, and the phases inside `grads`.
@@ -196,7 +196,7 @@ def numbers_of_ranks(row: Mapping[str, Any], key: str) -> list[float]:
     return [each for each in numbers if each is not None] if None not in numbers else []
 
 
-# ------------------------------------------------------------------------------------------------------ a run, in short
+# ----------------------------------------------------------------------------------------------------- summary of a run
 
 
 @dataclass(frozen=True)
@@ -253,10 +253,10 @@ class Summary:
 
 
 def summarize(folder: Path) -> Summary:
-    """Read a run's folder, and return its summary.
+    """Read a run folder, and return a summary of the run.
 
     Raises:
-        ConfigError: If `folder` is not the folder of a run.
+        ConfigError: If `folder` is not a run folder.
     """
     return read_run(folder)[1]
 
@@ -265,9 +265,9 @@ def read_run(folder: Path) -> tuple[list[Row], Summary]:
     """Return the log rows of a run and its summary.
 
     Raises:
-        ConfigError: If `folder` is not the folder of a run.
+        ConfigError: If `folder` is not a run folder.
     """
-    state = state_of(folder)  # read before the files, so a run that ends meanwhile is shown as running
+    state = state_of(folder)  # read before the files, so a run that exits meanwhile is reported as running
     run = load_run(folder)
     rows, result = rows_of(run), run.result if state != "running" and run.result else {}
     times, (phases, inside_grads) = elapsed_seconds(rows), phases_of(rows)
@@ -303,8 +303,8 @@ def read_run(folder: Path) -> tuple[list[Row], Summary]:
 def _last_step(rows: Sequence[Row], result: Mapping[str, Any], failure: Failure | None) -> int:
     """Return the last step of a run.
 
-    The result contains the step. Without a result, the step is the later one of the log and the failure record, because
-    the log of a failed or killed run may lack its last steps.
+    The result contains the step. Without a result, the step is the later of the last step in the log and the step in
+    the failure record, because the log of a failed or killed run may lack its last steps.
     """
     final = finite_number(result, "step")
     if final is not None:
@@ -313,7 +313,7 @@ def _last_step(rows: Sequence[Row], result: Mapping[str, Any], failure: Failure 
 
 
 def unit_of(rows: Sequence[Row]) -> str:
-    """Return the unit of a run's count, from the name of its rate; "tokens" if the log contains no rate."""
+    """Return the unit of a run's count, from the name of the rate, or "tokens" if the log contains no rate."""
     names = (key for row in rows for key in row if key.endswith(PER_SECOND))
     return next(names, f"tokens{PER_SECOND}").removesuffix(PER_SECOND)
 
@@ -361,7 +361,7 @@ def _median_rate(rows: Sequence[Row], unit: str) -> float | None:
     """Return the median rate of a run without the first interval, which includes warm-up.
 
     Returns:
-        None if the log contains no rate.
+        The median rate, or None if the log contains no rate.
     """
     stretches = rates_of(rows, unit)
     return statistics.median(stretches[1:] or stretches) if stretches else None
@@ -432,11 +432,11 @@ def _failure(folder: Path) -> Failure:
     )
 
 
-# ------------------------------------------------------------------------------------------------------ runs, compared
+# -------------------------------------------------------------------------------------------------- comparison of runs
 
 
 def differing_settings(summaries: Sequence[Summary]) -> dict[str, list[Any]]:
-    """Return the settings that differ between runs, by their dotted names, with the value of each run.
+    """Return the dotted names of the settings that differ between runs, with the value in each run.
 
     A setting that is missing from the config of an older version does not count as a difference; its value is None.
     `nprocs` is the actual number of ranks.
@@ -467,7 +467,7 @@ def _setting(config: Mapping[str, Any], name: str) -> Any:
     return _ABSENT if isinstance(value, Mapping) else value
 
 
-# -------------------------------------------------------------------------------------------------- a file that grows
+# --------------------------------------------------------------------------------------------------- following a file
 
 
 def follow(path: Path, is_over: Callable[[], bool], last: int, pause: float = 0.2) -> Iterator[str]:

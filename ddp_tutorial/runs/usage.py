@@ -1,4 +1,4 @@
-"""Measure the memory and the seconds by phase of each rank, to identify slow ranks, memory growth and imbalance."""
+"""Measure each rank's memory and its time by phase, to identify slow ranks, memory growth and imbalance."""
 
 import math
 import statistics
@@ -17,12 +17,12 @@ from ddp_tutorial.world import World
 
 MB = 1e6
 _EVERY = 0.2  # seconds between memory checks; one check takes a tenth of a short step
-_UNEVEN, _WORTH_REPORTING_MB = 1.2, 100.0  # a rank needs more than the others if both are exceeded
+_UNEVEN, _WORTH_REPORTING_MB = 1.2, 100.0  # a rank uses more than the others if both are exceeded
 _RESERVED = "cuda_reserved_mb"
 
 
 def gpu_memory(device: torch.device) -> dict[str, float]:
-    """Return the peak memory in MB that tensors use on a GPU, and that PyTorch has reserved for them. Empty on CPUs."""
+    """Return a GPU's peak memory in MB, both used by tensors and reserved by PyTorch. On CPUs, the dict is empty."""
     if device.type != "cuda":
         return {}
     allocated, reserved = torch.cuda.max_memory_allocated(device), torch.cuda.max_memory_reserved(device)
@@ -30,10 +30,10 @@ def gpu_memory(device: torch.device) -> dict[str, float]:
 
 
 def imbalance(memory: Mapping[str, Sequence[float]]) -> dict[str, Any] | None:
-    """Return the rank that needs much more memory than the median of the others, or None if there is none.
+    """Return the rank that uses much more memory than the median of the others, or None if there is none.
 
     Args:
-        memory: MB of each rank, by kind, such as "rss_mb".
+        memory: Memory of each rank in MB, by kind, such as "rss_mb".
 
     Returns:
         A dict such as `{"rank": 1, "kind": "rss_mb", "mb": 900.0, "others_mb": 500.0}`.
@@ -54,8 +54,8 @@ class Usage:
 
         Args:
             world: This rank's world.
-            limit_mb: Resident memory in MB above which the rank logs a warning; 0 for no limit.
-            gpu_limit_mb: Reserved GPU memory in MB above which the rank logs a warning; 0 for no limit.
+            limit_mb: Resident memory in MB above which the rank logs a warning. 0 disables the limit.
+            gpu_limit_mb: Reserved GPU memory in MB above which the rank logs a warning. 0 disables the limit.
         """
         self.world, self.limit_mb, self.gpu_limit_mb = world, limit_mb, gpu_limit_mb
         self._process = psutil.Process()
@@ -90,13 +90,13 @@ class Usage:
             return
         self._warned.add(setting)
         LOG.warning(
-            "rank %d uses %.0f MB of %s, more than %s=%g: a smaller batch_size, more accumulation or "
-            "model.recompute=true would need less",
+            "rank %d uses %.0f MB of %s, more than %s=%g. Use a smaller batch_size, more accumulation, or "
+            "model.recompute=true",
             *(self.world.rank, used, what, setting, limit),
         )
 
     def gather(self) -> dict[str, Any]:
-        """Return the current memory of each rank in MB, and its seconds by phase since the last call. Collective."""
+        """Return each rank's current memory in MB and its seconds by phase since the last call. Collective."""
         since, self._since = self._since, Counter()
         self._before.update(since)
         return self._gather(self._memory(), since)

@@ -1,8 +1,8 @@
-"""Distribute the samples of a dataset to the ranks.
+"""Distribute a dataset's samples to the ranks.
 
-`permutation` computes the order of an epoch and each rank's samples of a step, without any processes. `samples` makes
-any dataset readable by sample index. `sharded`, `dispatched`, and `streamed` are the three ways to read samples, and
-`make_source` in `sources` selects one of them. `corpus` loads text to train on, and `stories` generates text.
+`permutation` computes the sample order of an epoch and each rank's samples in a step, without any processes. `samples`
+makes any dataset readable by sample index. `sharded`, `dispatched`, and `streamed` are three ways to read samples, and
+`make_source` in `sources` selects one of them. `corpus` loads training text, and `stories` generates text.
 """
 
 import lazy_loader

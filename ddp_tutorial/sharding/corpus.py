@@ -4,12 +4,12 @@
 small sample of generated stories in the repository. `stories:N` generates N stories.
 
 For custom text, `text:PATH` is a file or a folder. `json:PATH` and `parquet:PATH` are files or folders with a text
-column. Its name is `text` unless specified, as in `json:notes.jsonl#body`. `hub:OWNER/NAME` is a dataset on the Hugging
-Face Hub. `hub:OWNER/NAME@REVISION` is a commit, branch or tag of it. `hub:OWNER/NAME[:20000]` is its first 20,000
-documents, which are streamed, so that the rest is not downloaded. These three kinds are read with `datasets`, and the
-tokens are cached under runs/cache. A cached dataset of the Hub is not updated.
+column. The column name is `text` unless specified, as in `json:notes.jsonl#body`. `hub:OWNER/NAME` is a dataset on the
+Hugging Face Hub. `hub:OWNER/NAME@REVISION` specifies a commit, branch or tag. `hub:OWNER/NAME[:20000]` streams the
+first 20,000 documents and does not download the others. These three kinds are read with the `datasets` package, and the
+tokens are cached under runs/cache. A cached dataset from the Hub is never updated.
 
-`bin:FOLDER` maps the files `train.bin` and `val.bin` of tokens; see token_files.py.
+`bin:FOLDER` memory-maps the token files `train.bin` and `val.bin`; see token_files.py.
 """
 
 import hashlib
@@ -31,7 +31,7 @@ from ddp_tutorial.sharding.token_files import map_tokens
 
 STORIES = PROJECT / "data" / "stories"
 
-# One in this many documents, chosen by its position in the list, belongs to the validation set.
+# One in `VALIDATION_EVERY` documents, selected by its position in the list, belongs to the validation set.
 VALIDATION_EVERY = 20
 
 # The byte between two documents: NUL, which does not occur in text.
@@ -42,14 +42,16 @@ CACHE = RUNS / "cache"
 
 @dataclass(frozen=True)
 class Corpus:
-    """A corpus as one-dimensional tensors of tokens: uint8 for text, otherwise the integers of the token files.
+    """A corpus as one-dimensional token tensors.
+
+    Bytes of text are uint8. Other tokens have the integer dtype of their file or tokenizer.
 
     Attributes:
         name: The name of the corpus.
         train: The training tokens.
         valid: The validation tokens.
-        identity: The sizes and modification times of the files of a cached corpus, which stand for its content.
-            Otherwise "".
+        identity: Identifies the content of a cached corpus by the folder name and the files' sizes and modification
+            times. Empty if the corpus is not cached.
     """
 
     name: str
@@ -62,7 +64,7 @@ def load_corpus(name: str) -> Corpus:
     """Load a corpus by name.
 
     If ranks share a folder, load the corpus on rank 0 first (`collectives.rank_zero_first`). The other ranks then read
-    its cache.
+    the cache.
 
     Raises:
         ConfigError: If the corpus is unknown, does not exist, or is empty.
@@ -78,7 +80,10 @@ def load_corpus(name: str) -> Corpus:
 
 
 def cached(name: str, folder: Path, make: Callable[[], Iterable[torch.Tensor]]) -> Corpus:
-    """Return the corpus whose training and validation tokens are cached in `folder`. If there are none, `make` them."""
+    """Return the corpus that is cached in `folder`.
+
+    If the folder does not exist, cache the training and validation tokens that `make` returns.
+    """
 
     def fill(unfinished: Path) -> None:
         for part, tokens in zip(("train", "valid"), make(), strict=True):
@@ -95,7 +100,7 @@ def is_cached(name: str) -> bool:
     """Return whether the corpus can be read without writing a cache.
 
     Raises:
-        ConfigError: If the files of the corpus do not exist.
+        ConfigError: If the corpus files do not exist.
     """
     kind, _, argument = name.partition(":")
     return kind not in _DATASETS or _cache_of(kind, argument).exists()
@@ -120,12 +125,12 @@ def _split(name: str, documents: list[bytes]) -> tuple[torch.Tensor, torch.Tenso
 
 
 def encode(text: str) -> torch.Tensor:
-    """Return the UTF-8 bytes of `text` as tokens [bytes] (int64)."""
+    """Return the UTF-8 bytes of `text` as int64 tokens of shape [bytes]."""
     return torch.tensor(list(text.encode()), dtype=torch.int64)
 
 
 def decode(tokens: torch.Tensor) -> str:
-    """Return tokens [bytes] as text. Bytes that are not valid UTF-8 become a replacement character."""
+    """Decode tokens of shape [bytes] as UTF-8. Invalid bytes become a replacement character."""
     return bytes(tokens.tolist()).decode(errors="replace")
 
 
@@ -135,7 +140,7 @@ def _tokens(documents: list[bytes]) -> torch.Tensor:
 
 def _read_python(argument: str) -> list[bytes]:
     if argument:
-        raise ConfigError(f"corpus 'python' has no argument, got 'python:{argument}'")
+        raise ConfigError(f"corpus 'python' does not accept an argument, got 'python:{argument}'")
     skipped = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
     paths = []
     for folder, folders, files in os.walk(sysconfig.get_path("stdlib")):
@@ -156,13 +161,13 @@ def _read_stories(argument: str) -> list[bytes]:
     if not argument:
         if not STORIES.is_dir():
             raise ConfigError(
-                "corpus 'stories' requires the folder data/stories of the repository. Without it, use 'stories:3000'."
+                "corpus 'stories' requires the repository's folder data/stories. Without it, use 'stories:3000'."
             )
         tables = [pyarrow.parquet.read_table(path) for path in sorted(STORIES.glob("*.parquet"))]
         return [story.encode() for table in tables for story in table["text"].to_pylist()]
     if not argument.isdecimal() or int(argument) == 0:
         raise ConfigError(
-            f"corpus 'stories' must have a number of stories, such as stories:3000, got 'stories:{argument}'"
+            f"corpus 'stories' requires a positive number of stories, such as stories:3000, got 'stories:{argument}'"
         )
     return [story(number).encode() for number in range(int(argument))]
 
@@ -180,9 +185,9 @@ _DATASETS = ["json", "parquet", "hub"]
 
 
 def _identity(kind: str, argument: str) -> str:
-    """Return the string that identifies a cached corpus.
+    """Return a string that identifies the content of a cached corpus.
 
-    The string contains the name of the corpus, and the path, size, and modification time of each file.
+    The string contains the corpus name, and the path, size, and modification time of each file.
     """
     stats = [(str(file), file.stat().st_size, file.stat().st_mtime_ns) for file in _files(kind, argument)]
     return f"{kind}:{argument} {stats}"
@@ -202,10 +207,10 @@ def _files(kind: str, argument: str) -> list[Path]:
 
 
 def _read_dataset(kind: str, argument: str) -> Iterator[bytes]:
-    """Yield the documents of files or of a dataset on the Hub.
+    """Yield the documents from local files or from a dataset on the Hub.
 
     Raises:
-        ConfigError: If the data cannot be read, or if a row is not text. The message contains the row.
+        ConfigError: If the data cannot be read, or if a row is not text. The message contains the row index.
     """
     require_package("datasets", "data")
     from datasets import disable_progress_bars, load_dataset  # importing takes a second
@@ -261,7 +266,7 @@ def _reach_hub(argument: str) -> None:
         socket.create_connection((address.hostname, address.port or 443), timeout=5).close()
     except OSError as error:
         raise ConfigError(
-            f"corpus 'hub:{argument}': {address.hostname} cannot be reached ({error}). To use a dataset that was "
-            "downloaded before, set HF_HUB_OFFLINE=1. Without a download, use 'python', 'stories:100000', or json:PATH "
-            "or parquet:PATH for your own files."
+            f"corpus 'hub:{argument}': {address.hostname} cannot be reached ({error}). To use a dataset that has "
+            "already been downloaded, set HF_HUB_OFFLINE=1. Without a download, use 'python', 'stories:100000', or "
+            "json:PATH or parquet:PATH for your own files."
         ) from None

@@ -1,4 +1,4 @@
-"""Define `DispatchedSource`, in which rank 0 reads and sends each rank its shard."""
+"""Define `DispatchedSource`, in which rank 0 reads the data and sends each rank its shard."""
 
 import pickle
 import queue
@@ -26,13 +26,13 @@ class DispatchedSource:
     """A source in which rank 0 reads for all ranks, for data that only one process can read.
 
     Threads read, send, and receive steps ahead of time while the ranks compute. They use a separate process group. A
-    batch is any tree of tensors with one row per sample. Its size need not be a multiple of the world size. A
-    `collate_fn` that pads does so to the longest sample of the global batch. An error on rank 0 is raised on all ranks
-    as a `SourceError`.
+    batch is any tree of tensors with one row per sample. The batch size need not be a multiple of the world size. If
+    `collate_fn` pads, it pads to the longest sample in the global batch. An error on rank 0 is raised on all ranks as a
+    `SourceError`.
 
-    If the inner source draws random numbers in this process (its `uses_local_rng`), rank 0 reads in its main thread and
-    not ahead of time. Threads share the random number generators of their process, so reading in a thread would change
-    the random numbers of the training.
+    If the inner source uses the random number generators of this process (see `uses_local_rng`), rank 0 reads in its
+    main thread and does not prefetch. Threads share these generators, so reading in a different thread would change the
+    random numbers that training draws.
     """
 
     def __init__(
@@ -42,12 +42,12 @@ class DispatchedSource:
         *,
         prefetch: int = 2,
     ) -> None:
-        """Create the source of rank 0, and share its batch size, its steps per epoch and its state. Collective.
+        """Create the inner source on rank 0, and broadcast its batch size, steps per epoch and state. Collective.
 
         Args:
             make: Creates the inner source, for a world of one rank. Called only on rank 0.
             world: The ranks of the run.
-            prefetch: The number of steps that are read ahead.
+            prefetch: The number of steps to prefetch.
         """
         require_group(world)
         self.world = world
@@ -68,17 +68,17 @@ class DispatchedSource:
         self._state: SourceState = received[2]
 
     def __next__(self) -> LocalBatch:
-        """Return this rank's samples of the next step as one batch. Collective."""
+        """Return this rank's samples for the next step as one batch. Collective."""
         return self.take(1)[0]
 
     def take(self, micro_batches: int) -> list[LocalBatch]:
-        """Return this rank's samples of the next step, split into micro-batches. Collective.
+        """Return this rank's samples for the next step, split into micro-batches. Collective.
 
         Raises:
             SourceError: On all ranks, if rank 0 cannot read the step.
         """
         if micro_batches != self._parts:
-            self.load_state_dict(self._state)  # the steps read ahead have a different number of micro-batches
+            self.load_state_dict(self._state)  # the prefetched steps have a different number of micro-batches
             self._parts = micro_batches
         if self._group is None and self.world.size > 1:
             # Use gloo even on GPUs, because the samples are in CPU memory. A separate group keeps the threads' messages
@@ -134,7 +134,7 @@ class DispatchedSource:
             raise SourceError(message) from error
 
     def _end_others(self, error: str | None = None) -> None:
-        """Notify the other ranks that rank 0 stops sending, with an error message, or None if there is no error."""
+        """Notify the other ranks that rank 0 has stopped sending. `error` is the error message, if there is one."""
         self._is_open = False
         for rank in range(1, self.world.size):
             with suppress(RuntimeError):  # the rank has exited
@@ -172,7 +172,7 @@ class DispatchedSource:
         return unpack(data)
 
     def state_dict(self) -> SourceState:
-        """Return the state of rank 0's source after the last step that was taken."""
+        """Return the state of rank 0's source after the most recent step."""
         return self._state
 
     def load_state_dict(self, state: SourceState) -> None:
@@ -191,7 +191,7 @@ class DispatchedSource:
             self._group = None
 
     def _stop(self) -> None:
-        """Stop sending on rank 0, and receive the steps in flight on the other ranks. Collective."""
+        """Stop sending on rank 0, and receive all pending steps on the other ranks. Collective."""
         if self._thread is not None:
             self._closing.set()
             self._thread.join()
@@ -205,17 +205,20 @@ class DispatchedSource:
 
 
 class _Leaf(NamedTuple):
-    """The dtype and shape of a tensor, a placeholder for the tensor in the pickled structure."""
+    """A placeholder for a tensor in the pickled structure, with the tensor's dtype and shape."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
 
 
-_ALIGN = 16  # bytes; each tensor starts at a multiple, because dtypes require alignment
+_ALIGN = 16  # bytes; each tensor starts at a multiple of this number, because dtypes require alignment
 
 
 def pack(thing: object) -> torch.Tensor:
-    """Return an object, including its tensors, as bytes (uint8): the pickled structure, and then the raw tensors."""
+    """Serialize an object, including its tensors, as a uint8 tensor.
+
+    The result contains the pickled structure, followed by the raw tensor data.
+    """
     leaves, tree = tree_flatten(thing)
     tensors = [leaf.detach().cpu().resolve_conj().resolve_neg() for leaf in leaves if torch.is_tensor(leaf)]
     placeholders = [_Leaf(leaf.dtype, tuple(leaf.shape)) if torch.is_tensor(leaf) else leaf for leaf in leaves]
@@ -227,7 +230,7 @@ def pack(thing: object) -> torch.Tensor:
 
 
 def unpack(data: torch.Tensor) -> Any:
-    """Return the object that `pack` converted to bytes.
+    """Return the object that `pack` serialized.
 
     The function unpickles the structure, so use it only for data from another rank of the same run.
     """

@@ -1,4 +1,4 @@
-"""Compute which rank processes which sample at which step. This is pure index arithmetic, without processes.
+"""Compute which rank processes which samples in which step. This module is pure index arithmetic.
 
 Every epoch has a different order, which depends only on the seed and the epoch. The orders of all epochs form one
 endless sequence. A step takes the next `batch_size` samples of the sequence as the global batch, and distributes them
@@ -25,13 +25,13 @@ from ddp_tutorial.sharding.config import Remainder
 Indices = npt.NDArray[np.int64]
 Some = TypeVar("Some", Indices, torch.Tensor)
 
-# The policy for the last samples of an epoch if they are fewer than a batch:
-#   carry   The batch is completed with samples of the next epoch. No sample is repeated or skipped.
+# The policies for the last samples of an epoch if they do not fill a batch:
+#   carry   The batch is completed with samples from the next epoch. No sample is repeated or skipped.
 #   exact   The last batch is smaller. Evaluation needs this policy.
 #   pad     The last batch is padded with the first samples of the epoch until all ranks have the same number of
 #           samples, as in DistributedSampler.
-#   drop    The last samples are skipped. With a seed, every epoch skips different ones.
-BLOCK = 4096  # positions that are computed at a time, because NumPy is slow on small arrays
+#   drop    The last samples are skipped. With a seed, every epoch skips different samples.
+BLOCK = 4096  # positions computed at a time, because NumPy is slow on small arrays
 
 
 @dataclass(frozen=True)
@@ -40,18 +40,20 @@ class Permutation:
 
     The order is computed block by block on demand, so its memory does not grow with the size of the dataset.
 
-    Every sample is equally likely to be at any position. The order is a keyed permutation: a Feistel network over a x b
-    >= samples, with a and b near the square root. Values that are too large are permuted again, a method called
-    cycle-walking (Black and Rogaway, "Ciphers with Arbitrary Finite Domains", 2002). The permutation takes about 50 ns
-    per sample on a 2020 CPU core. An epoch of 10^9 samples takes 50 s in total, spread over the epoch. A shuffled list
-    of these samples takes 8 GB on every rank.
+    Every sample is equally likely to be at any position. The order is a keyed permutation, computed with a Feistel
+    network on a x b values. Both a and b are near the square root of `samples`, and a x b is at least `samples`. Values
+    that are too large are permuted again, a method called cycle-walking (Black and Rogaway, "Ciphers with Arbitrary
+    Finite Domains", 2002).
+
+    The permutation takes about 50 ns per sample on a 2020 CPU core. For an epoch of 10^9 samples, this is 50 s in
+    total, spread over the epoch. A shuffled list of these samples would require 8 GB on every rank.
 
     Attributes:
         samples: The number of samples in the dataset.
         seed: The seed of the order. None keeps the order in which the samples are stored.
         window: The size of a shuffle window, for files with slow random access. The windows are visited in random
-            order, and the samples of a window in random order before the next window begins. The start of the first
-            window is also random, so that two samples do not always share a window.
+            order. All samples of a window are visited, in random order, before the next window begins. The start of
+            the first window is also random, so that two samples do not always share a window.
     """
 
     samples: int
@@ -59,7 +61,7 @@ class Permutation:
     window: int | None = None
 
     def take(self, cursor: int, count: int) -> Indices:
-        """Return `count` samples after the first `cursor` samples of the sequence, across epochs if needed."""
+        """Return the `count` samples after the first `cursor` samples of the sequence, across epochs if needed."""
         parts = []
         while count:
             epoch, start = divmod(cursor, self.samples)
@@ -83,7 +85,7 @@ class Permutation:
         windows, within = positions // window, positions % window
         inner = np.empty_like(positions)
         for number in np.unique(windows):  # one or two windows per block, unless windows are small
-            length = min(window, self.samples - number * window)  # the last may be smaller, and stays last
+            length = min(window, self.samples - number * window)  # the last window may be smaller, and stays last
             selected = windows == number
             inner[selected] = permute(within[selected], length, _keys(self.seed, epoch, 1, int(number)))
         shuffled = permute(np.minimum(windows, whole - 1), whole, _keys(self.seed, epoch, 2))
@@ -126,7 +128,7 @@ def _rounds(
     numbers: npt.NDArray[np.uint64], a: np.uint64, b: np.uint64, keys: npt.NDArray[np.uint64]
 ) -> npt.NDArray[np.uint64]:
     left, right = numbers // b, numbers % b
-    for key, other in zip(keys[0::2], keys[1::2], strict=True):  # shifting a half by a hash of the other is invertible
+    for key, other in zip(keys[0::2], keys[1::2], strict=True):  # a shift by a hash of the other half is invertible
         left = (left + _hash(right, key) % a) % a
         right = (right + _hash(left, other) % b) % b
     return left * b + right
@@ -153,13 +155,13 @@ class GlobalBatch(NamedTuple):
 
 @dataclass(frozen=True)
 class GlobalBatchSampler:
-    """The global batches of all steps: `batch_size` samples each, in `order`.
+    """A sampler that returns the global batch of each step, which contains `batch_size` samples of `order`.
 
     Attributes:
         order: The order of the samples.
         batch_size: The number of samples in a step, over all ranks.
         remainder: The policy for the last samples of an epoch; see `Remainder`.
-        pad_to: The world size, for remainder 'pad'. The length of every step becomes a multiple of this number.
+        pad_to: The world size, used only with remainder 'pad'. Every step is padded to a multiple of this number.
 
     Raises:
         ConfigError: If there are no samples, if `batch_size` is less than 1, or if remainder 'drop' would drop all
@@ -175,12 +177,12 @@ class GlobalBatchSampler:
         """Validate the fields; see the class docstring."""
         samples, batch = self.order.samples, self.batch_size
         if samples < 1:
-            raise ConfigError("the dataset is empty: there are 0 samples to read")
+            raise ConfigError("the dataset is empty, but must contain at least 1 sample")
         if batch < 1:
             raise ConfigError(f"'batch_size' must be at least 1, got {batch}")
         if self.remainder == "drop" and samples < batch:
             raise ConfigError(
-                f"with remainder 'drop', there must be at least one batch of {batch} samples, got {samples}"
+                f"with remainder 'drop', the dataset must contain at least one batch of {batch} samples, got {samples}"
             )
 
     @property
@@ -191,7 +193,7 @@ class GlobalBatchSampler:
         return rounded.get(self.remainder, math.ceil(steps))
 
     def step(self, cursor: int) -> GlobalBatch:
-        """Return the step that starts after the first `cursor` samples."""
+        """Return the global batch of the step that starts after the first `cursor` samples."""
         samples, batch = self.order.samples, self.batch_size
         left = samples - cursor % samples  # samples left in this epoch
         if self.remainder == "carry":
@@ -212,7 +214,10 @@ class GlobalBatchSampler:
             ValueError: If the remainder is 'carry', because a step may then belong to two epochs. Use `step` instead.
         """
         if self.remainder == "carry":
-            raise ValueError("with remainder 'carry', a step may belong to two epochs. Iterate over steps instead.")
+            raise ValueError(
+                "epoch() does not support remainder 'carry', because a step may belong to two epochs. "
+                "Use step() instead."
+            )
         samples = self.order.samples
         cursor, end = number * samples, (number + 1) * samples
         while cursor < end:
@@ -222,7 +227,7 @@ class GlobalBatchSampler:
 
 
 def shard_indices(indices: Some, rank: int, size: int) -> Some:
-    """Return this rank's shard: every `size`-th index, starting at `rank`.
+    """Return this rank's shard, which is every `size`-th index, starting at `rank`.
 
     The lengths of the shards differ by at most 1.
     """
@@ -239,7 +244,7 @@ def shard_micro_batches(indices: Some, rank: int, size: int, micro_batches: int)
 
 
 def global_micro_batch_sizes(count: int, size: int, micro_batches: int) -> list[int]:
-    """Return the global size of each micro-batch, the sum over all ranks, for a step of `count` samples."""
+    """Return the size of each micro-batch, summed over all ranks, for a step of `count` samples."""
     return [
         sum(len(range(size * j + rank, count, size * micro_batches)) for rank in range(size))
         for j in range(micro_batches)

@@ -1,4 +1,4 @@
-"""Read samples by index, many at a time: tokens of a corpus, any map-style dataset, or Arrow files.
+"""Read batches of samples by index from a token corpus, any map-style dataset, or Arrow files.
 
 A batch is a tree: a tensor whose first dimension is the number of samples, or a dict, list, or tuple of such trees.
 `as_samples` converts a dataset to an object with this interface.
@@ -28,16 +28,14 @@ CollateFn = Callable[[list[Any]], Tree]  # a list of samples -> one batch, as fo
 
 
 def select_rows(tree: Tree, which: torch.Tensor | slice) -> Tree:
-    """Return some samples of a batch, as contiguous tensors, because a loss function may call `view` on them.
+    """Return the selected samples of a batch as contiguous tensors, because a loss function may call `view`.
 
     Raises:
-        ValueError: If a leaf is not a tensor with at least one dimension. The message contains the name of the leaf.
+        ValueError: If a leaf is not a tensor with at least one dimension. The message contains the leaf's name.
     """
     leaves, form = tree_flatten(tree)
     if not all(torch.is_tensor(leaf) and leaf.dim() for leaf in leaves):
-        raise ValueError(
-            f"every tensor of a batch must have the same number of rows; this batch: {_contents(tree)}. {_HINT}"
-        )
+        raise ValueError(f"every tensor in a batch must have the same number of rows, got {_contents(tree)}. {_HINT}")
     return tree_unflatten([leaf[which].contiguous() for leaf in leaves], form)
 
 
@@ -48,7 +46,7 @@ def as_batch(tree: Tree, count: int) -> Tree:
     dicts.
 
     Raises:
-        ValueError: If `tree` is not such a batch. The message lists the leaves and their lengths.
+        ValueError: If `tree` is not a batch of `count` samples. The message lists the leaves and their lengths.
     """
     if type(tree) is dict and _are_rows(tree.values(), count):  # fast path: torch's pytree is slow
         return tree
@@ -58,7 +56,7 @@ def as_batch(tree: Tree, count: int) -> Tree:
     if any(isinstance(leaf, Mapping) for leaf in leaves):
         return as_batch(tree_map(lambda leaf: dict(leaf) if isinstance(leaf, Mapping) else leaf, tree), count)
     raise ValueError(
-        f"every tensor of a batch of {count} samples must have {count} rows; this batch: {_contents(tree)}. {_HINT}"
+        f"every tensor in a batch of {count} samples must have {count} rows, got {_contents(tree)}. {_HINT}"
     )
 
 
@@ -73,17 +71,18 @@ _HINT = (
 
 
 def _contents(tree: Tree) -> str:
-    """Describe the leaves of a batch: 'x' has 3 rows, 'y' has 4 rows, 'name' is a str, not a tensor."""
+    """Describe the leaves of a batch, as in "'x' with 3 rows, 'name' of type str, not a tensor"."""
     descriptions: dict[str, None] = {}  # an ordered set
     for path, leaf in tree_flatten_with_path(tree)[0]:
         name = ".".join(str(getattr(entry, "key", getattr(entry, "idx", getattr(entry, "name", "")))) for entry in path)
         if not torch.is_tensor(leaf):
-            name, what = name.rpartition(".")[0] or name, f"is a {type(leaf).__name__}, not a tensor"
+            name, what = name.rpartition(".")[0] or name, f"of type {type(leaf).__name__}, not a tensor"
         elif leaf.dim():
-            what = f"has {len(leaf)} rows"
+            what = f"with {len(leaf)} rows"
         else:
-            what = "is a single number"
-        descriptions[f"{name!r} {what}" if name else f"a tensor that {what}" if torch.is_tensor(leaf) else what] = None
+            what = "without a batch dimension"
+        kind = "a tensor" if torch.is_tensor(leaf) else "an object"
+        descriptions[f"{name!r} {what}" if name else f"{kind} {what}"] = None
     return ", ".join(descriptions) or f"an empty {type(tree).__name__}"
 
 
@@ -91,9 +90,9 @@ def _contents(tree: Tree) -> str:
 
 
 class Data(Protocol):
-    """Samples that are read by index.
+    """A dataset whose samples are read by index.
 
-    Every source of kind sharded or dispatched accepts an object with these two methods.
+    Sources of kinds sharded and dispatched accept any object with these two methods.
     """
 
     def __len__(self) -> int:
@@ -113,11 +112,11 @@ def as_samples(dataset: Any, collate_fn: CollateFn | None = None) -> Data:
 
     Args:
         dataset: The dataset.
-        collate_fn: Combines a list of rows into one batch, as in torch's `DataLoader`. For rows of different lengths,
-            it must pad them. The default is torch's `default_collate`.
+        collate_fn: Combines a list of rows into one batch, as in torch's `DataLoader`. It must pad rows of different
+            lengths. The default is torch's `default_collate`.
 
     Raises:
-        ConfigError: If `dataset` has no length or does not support indexing. Such data can only be streamed.
+        ConfigError: If `dataset` has no length or does not support indexing. Such a dataset can only be streamed.
     """
     require_dataset(dataset)
     if hasattr(dataset, "fetch"):
@@ -126,8 +125,8 @@ def as_samples(dataset: Any, collate_fn: CollateFn | None = None) -> Data:
         return dataset
     if not is_map_style(dataset):
         raise ConfigError(
-            f"{type_name(dataset)} has no length or no index access: it must define __len__ and __getitem__. Define "
-            "both, or read the dataset as a stream: make_source(..., config=SourceConfig(kind='streamed'))."
+            f"{type_name(dataset)} must define __len__ and __getitem__. Define both, or read the dataset as a stream: "
+            "make_source(..., config=SourceConfig(kind='streamed'))."
         )
     if type(dataset) is TensorDataset and collate_fn is None:
         return Tensors(dataset.tensors)
@@ -142,15 +141,15 @@ def require_dataset(dataset: Any) -> None:
     """
     if isinstance(dataset, DataLoader):
         raise ConfigError(
-            "a DataLoader creates its own batches, but a source creates the batches of all ranks. Pass its dataset "
-            "and its collate_fn: "
+            "a DataLoader creates its own batches, but a source creates the batches of all ranks. Pass the "
+            "DataLoader's dataset and collate_fn: "
             "make_source(loader.dataset, batch_size, world, collate_fn=loader.collate_fn)."
         )
     if isinstance(dataset, Mapping):
         names = ", ".join(map(repr, dataset))
         raise ConfigError(
             f"a dataset must be a sequence of samples, got {type_name(dataset)} with keys {names}. Pass one of its "
-            "splits, or create a dataset of its columns: TensorDataset(x, y), datasets.Dataset.from_dict(...)."
+            "splits, or create a dataset from its columns with TensorDataset(x, y) or datasets.Dataset.from_dict(...)."
         )
 
 
@@ -179,7 +178,7 @@ class TokenBlocks:
         """Store the arguments.
 
         Args:
-            tokens: The sequence of tokens, a tensor of one dimension.
+            tokens: A one-dimensional tensor of tokens.
             context: The number of tokens in a sample, without the last target.
         """
         self.tokens, self.context = tokens, context
@@ -199,8 +198,8 @@ class TokenBlocks:
 class Tensors:
     """The columns of a `TensorDataset`.
 
-    A batch is one indexing operation per column. This takes about 1/30 of the time of reading and stacking rows, and
-    gives the same result.
+    Each batch requires one indexing operation per column. The result is the same as for reading and stacking rows, but
+    takes about 1/30 of the time.
     """
 
     def __init__(self, columns: Sequence[torch.Tensor]) -> None:
@@ -212,7 +211,7 @@ class Tensors:
         return len(self.columns[0])
 
     def fetch(self, indices: Indices) -> list[torch.Tensor]:
-        """Return a list of the columns at `indices`, like `default_collate` for rows that are tuples."""
+        """Return the rows at `indices` as a list of columns, as `default_collate` does for tuples."""
         which = torch.from_numpy(indices.copy())
         return [column[which] for column in self.columns]
 
@@ -220,7 +219,7 @@ class Tensors:
 class Rows:
     """A map-style dataset whose rows are combined by `collate_fn`.
 
-    Rows are read with `__getitems__` if the dataset has it, and one by one otherwise.
+    Rows are read with `__getitems__` if the dataset defines it, and otherwise one by one.
     """
 
     def __init__(self, rows: Any, collate_fn: CollateFn = default_collate) -> None:
@@ -235,7 +234,8 @@ class Rows:
         """Return the rows at `indices` as one batch.
 
         Raises:
-            ValueError: If a row cannot be read or differs in structure from the others. The message contains its index.
+            ValueError: If a row cannot be read, or if its structure differs from the first row's. The message contains
+                the row's index.
         """
         numbers = indices.tolist()
         if not numbers:  # return zero rows with the structure of a batch
@@ -259,9 +259,9 @@ def _range(numbers: Sequence[int]) -> str:
 def collate_rows(rows: Sequence[Any], numbers: Sequence[int], collate_fn: CollateFn) -> Tree:
     """Combine rows into one batch.
 
-    A custom `collate_fn` receives rows of any type. `default_collate` would silently drop a column that is missing in
-    the first row, and return a mixed list of strings and numbers unchanged. Therefore, it only receives rows with the
-    same columns and types.
+    A custom `collate_fn` receives rows of any type. `default_collate` silently drops a column that is missing from the
+    first row. It also returns a mixed list of strings and numbers unchanged. Therefore, `default_collate` only receives
+    rows with the same columns and types.
 
     Args:
         rows: The rows.
@@ -278,7 +278,7 @@ def collate_rows(rows: Sequence[Any], numbers: Sequence[int], collate_fn: Collat
     except Exception as error:
         if collate_fn is default_collate and (found := _first_unlike(rows, numbers, _shapes)):
             raise ValueError(
-                f"{found}. Rows of different shapes need a collate_fn that pads them, like that of torch's DataLoader: "
+                f"{found}. To combine rows of different shapes, pass a collate_fn that pads them, as for a DataLoader: "
                 "make_source(..., collate_fn=...) or as_samples(dataset, collate_fn)."
             ) from error
         name = getattr(collate_fn, "__qualname__", type(collate_fn).__qualname__)
@@ -315,14 +315,14 @@ def _first_unlike(
             if columns.get(name) != first.get(name):
                 where = f"column {name!r} of row" if name else "row"
                 return (
-                    f"{where} {number} is {columns.get(name, 'missing')}, that of row {numbers[0]} is "
+                    f"{where} {number} is {columns.get(name, 'missing')}, but that of row {numbers[0]} is "
                     f"{first.get(name, 'missing')}"
                 )
     return None
 
 
 def _types(row: Any) -> dict[str, str]:
-    """Return the type of each column. A row that is not a dict has one column without a name."""
+    """Return the type of each column. A row that is not a dict counts as one column without a name."""
     columns = row if isinstance(row, Mapping) else {"": row}
     types = {str(name): type(value).__name__ for name, value in columns.items()}
     return {name: "a number" if kind in {"int", "float"} else kind for name, kind in types.items()}
@@ -345,11 +345,12 @@ def _shape(value: Any) -> str:
 
 
 class ArrowShards:
-    """Several memory-mapped Arrow files as one table of numbers. No data is read before it is requested.
+    """A table of numbers, stored in several memory-mapped Arrow files. Data are read only on demand.
 
-    Rows are numbered across the files. The files may have different lengths, and their number does not depend on the
-    world size. A batch is gathered from the mapped columns by index, without Python code per row. Columns must contain
-    numbers, or lists of a fixed length. Decode Parquet files and tokenize text beforehand (`as_arrow`, `packed`).
+    Rows are numbered consecutively across the files. The files may have different lengths, and the number of files does
+    not depend on the world size. A batch is gathered from the mapped columns by index, without Python code per row.
+    Columns must contain numbers or lists of a fixed length. Decode Parquet files with `as_arrow`, and tokenize text
+    beforehand.
     """
 
     def __init__(self, paths: Sequence[Path], columns: Sequence[str] | None = None) -> None:
@@ -360,10 +361,10 @@ class ArrowShards:
             columns: The columns to read, or None for all columns.
 
         Raises:
-            ConfigError: If a file is damaged, lacks a column, or has a different type than the first file.
+            ConfigError: If a file is damaged, lacks a column, or has different column types than the first file.
         """
         if not paths:
-            raise ConfigError("there are no Arrow files to read")
+            raise ConfigError("ArrowShards requires at least one Arrow file, got none")
         self.paths, self.columns = list(paths), columns
         self._chunks: list[dict[str, np.ndarray[Any, Any]]] = []
         first: dict[str, str] = {}
@@ -409,7 +410,10 @@ class ArrowShards:
 
     def _like(self) -> dict[str, np.ndarray[Any, Any]]:
         if not self._chunks:
-            raise ConfigError(f"{len(self.paths)} Arrow files, and no row in any of them: {self.paths[0]} ...")
+            raise ConfigError(
+                f"the Arrow files must contain at least one row, but all {len(self.paths)} are empty: "
+                f"{self.paths[0]} ..."
+            )
         return self._chunks[0]
 
 
@@ -435,7 +439,7 @@ def _map_arrow(path: Path, columns: Sequence[str] | None) -> list[dict[str, np.n
     for name in names:
         if found.count(name) != 1:
             problem = "has no column" if name not in found else "has more than one column"
-            raise ConfigError(f"{path} {problem} {name!r}. It has {', '.join(map(repr, found))}.")
+            raise ConfigError(f"{path} {problem} {name!r}. Its columns are {', '.join(map(repr, found))}.")
     if not names:
         raise ConfigError(f"{path} has no columns")
     batches = table.select(names).to_batches()
@@ -449,7 +453,7 @@ def _as_array(path: Path, name: str, column: Any) -> np.ndarray[Any, Any]:
         column = column.flatten()
         missing += column.null_count
     if missing:
-        raise ConfigError(f"{path}: column {name!r} must not have missing values, got {missing}")
+        raise ConfigError(f"{path}: column {name!r} must not contain missing values, got {missing}")
     if not (pa.types.is_integer(column.type) or pa.types.is_floating(column.type)):
         raise ConfigError(
             f"{path}: column {name!r} has type {column.type}, which cannot be memory-mapped. Convert it to numbers or "
@@ -459,7 +463,7 @@ def _as_array(path: Path, name: str, column: Any) -> np.ndarray[Any, Any]:
 
 
 def write_arrow(path: Path, columns: Mapping[str, np.ndarray[Any, Any]], rows_a_batch: int = 65536) -> None:
-    """Write arrays [rows, ...] to an Arrow file in the streaming format, which `datasets` can also map."""
+    """Write arrays [rows, ...] to an Arrow file in the streaming format, which `datasets` can also memory-map."""
     arrays = {name: _fixed(array) for name, array in columns.items()}
     table = pa.table(arrays)
     with pa.OSFile(str(path), "wb") as file, pa.ipc.new_stream(file, table.schema) as writer:
@@ -477,10 +481,10 @@ SHARDS = 4  # the default number of files
 
 
 def as_shards(blocks: TokenBlocks, cache: Path, files: int = SHARDS) -> list[Path]:
-    """Write the samples of a corpus to Arrow files, unless the files exist.
+    """Write a corpus's samples to Arrow files, unless the files already exist.
 
-    The files are stored in a subfolder of `cache`. Its name contains a digest of the tokens, the context, and the
-    number of files.
+    The files are stored in a subfolder of `cache`. The subfolder's name contains a digest of the tokens, the context,
+    and the number of files.
 
     Args:
         blocks: The samples of the corpus.
@@ -505,7 +509,7 @@ def as_shards(blocks: TokenBlocks, cache: Path, files: int = SHARDS) -> list[Pat
 
 
 def as_arrow(paths: Sequence[Path], folder: Path) -> list[Path]:
-    """Decode Parquet files into Arrow files in `folder`, unless the files exist.
+    """Decode Parquet files into Arrow files in `folder`, unless the Arrow files already exist.
 
     Parquet files are compressed, so they cannot be memory-mapped.
 

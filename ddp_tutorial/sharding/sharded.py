@@ -28,19 +28,19 @@ from ddp_tutorial.sharding.workers import (
 from ddp_tutorial.world import World
 
 Transform = Callable[[Tree], Tree]
-# A micro-batch: its number among the micro-batches of all ranks, the cursor after its step, and its sample indices.
+# A micro-batch: its index among the micro-batches of all ranks, the cursor after its step, and its sample indices.
 _Planned = tuple[int, int, Indices]
 
 
 class ShardedSource:
     """A source in which every rank computes the indices of its own samples and reads those samples.
 
-    With `workers`, worker processes read batches ahead and apply `transform`. The random numbers that the dataset, its
+    With `workers`, worker processes prefetch batches and apply `transform`. The random numbers that the dataset, its
     `collate_fn`, and `transform` draw (from torch, NumPy, or Python) depend only on the seed, the cursor, and the
     micro-batch. Therefore, a resumed run draws the same numbers, and the number of workers has no effect. Each
     micro-batch is collated separately, so the padding does not depend on the number of ranks.
 
-    If a worker dies, the source logs a warning and restarts the workers at the same samples, once per step.
+    If a worker crashes, the source logs a warning and restarts the workers at the same samples, at most once per step.
     """
 
     def __init__(
@@ -58,20 +58,21 @@ class ShardedSource:
 
         Args:
             data: A map-style dataset, or the result of `as_samples` (for example, with a `collate_fn`).
-            sharding: The global batches of all steps.
+            sharding: Returns the global batch of each step.
             world: The ranks of the run.
             transform: Maps a batch to another batch, for example for augmentation.
             workers: The number of worker processes on this rank. 0 reads in the main process.
-            prefetch: The number of batches that each worker reads ahead.
-            worker_timeout: The timeout of a batch in seconds.
+            prefetch: The number of batches that each worker prefetches.
+            worker_timeout: The timeout for a batch, in seconds.
 
         Raises:
-            ConfigError: If the order is not one of `len(data)` samples, or if a rank would never receive a sample.
+            ConfigError: If the order does not contain exactly `len(data)` samples, or if a rank would never receive a
+                sample.
         """
         self.data: Data = as_samples(data)
         if len(self.data) != sharding.order.samples:
             raise ConfigError(
-                f"the data must have {sharding.order.samples} samples, as the order does, got {len(self.data)}"
+                f"the data must contain {sharding.order.samples} samples to match the permutation, got {len(self.data)}"
             )
         require_samples_for_all(sharding, world)
         self.sharding, self.world, self.batch_size = sharding, world, sharding.batch_size
@@ -91,7 +92,7 @@ class ShardedSource:
 
     @property
     def uses_local_rng(self) -> bool:
-        """Whether reading draws from, or seeds, the random number generators of this process.
+        """Whether reading uses or seeds the random number generators of this process.
 
         If so, no other thread may use them at the same time.
         """
@@ -106,18 +107,18 @@ class ShardedSource:
             yield [(rank + size * number, cursor, each) for number, each in enumerate(mine)]
 
     def __next__(self) -> LocalBatch:
-        """Return this rank's samples of the next step as one batch; see `take`."""
+        """Return this rank's samples for the next step as one batch; see `take`."""
         return self.take(1)[0]
 
     def take(self, micro_batches: int) -> list[LocalBatch]:
-        """Return this rank's samples of the next step, split into micro-batches.
+        """Return this rank's samples for the next step, split into micro-batches.
 
         Raises:
-            SourceError: If reading fails, if a worker dies twice at the same step, or if a worker returns no batch
+            SourceError: If reading fails, if a worker crashes twice at the same step, or if a worker returns no batch
                 within `worker_timeout` seconds. The message contains the rank, the worker, and the samples.
         """
         if micro_batches != self._parts:
-            self.close()  # the batches read ahead have a different number of micro-batches
+            self.close()  # the prefetched batches have a different number of micro-batches
             self._parts = micro_batches
         if self._batches is None:
             self._batches = self._read()
@@ -164,7 +165,7 @@ class ShardedSource:
         return {"cursor": self.cursor}
 
     def load_state_dict(self, state: SourceState) -> None:
-        """Resume from a cursor. May be called at any time; batches that were read ahead are discarded."""
+        """Resume from a cursor, at any time. Prefetched batches are discarded."""
         self.close()
         self.cursor = state["cursor"]
 
@@ -183,7 +184,7 @@ def _range(indices: Indices) -> str:
 
 
 class _Plan(Sampler[list[_Planned]]):
-    """The sampler of the `DataLoader`: yields the steps of `plan()`, each as a list of micro-batches."""
+    """A sampler for the `DataLoader` that yields each step of `plan()` as a list of micro-batches."""
 
     def __init__(self, plan: Callable[[], Iterator[list[_Planned]]]) -> None:
         """Store the plan."""
@@ -210,7 +211,7 @@ class ByValue:
 
 
 class _Fetch(ByValue, Dataset[list[Tree]]):
-    """The dataset that the `DataLoader` and its workers read. An item is one step, as a list of micro-batches."""
+    """The dataset that the `DataLoader` and its workers read. Each item is a step, as a list of micro-batches."""
 
     def __init__(self, data: Data, transform: Transform | None, seed: int) -> None:
         """Store the arguments."""
@@ -234,7 +235,8 @@ def require_samples_for_all(sharding: GlobalBatchSampler, world: World) -> None:
     """Raise an error if a rank would never receive a sample.
 
     Raises:
-        ConfigError: If there are fewer samples, or a smaller batch, than ranks.
+        ConfigError: If a batch contains fewer samples than there are ranks. If the remainder policy does not repeat
+            samples, the dataset must also contain at least one sample per rank.
     """
     samples, batch = sharding.order.samples, sharding.batch_size
     repeats = sharding.remainder in {"pad", "carry"}  # samples are repeated, so there may be fewer samples than ranks
@@ -247,16 +249,18 @@ def require_samples_for_all(sharding: GlobalBatchSampler, world: World) -> None:
 
 
 def require_streams_for_all(streams: int, batch_size: int, world: World) -> None:
-    """Raise an error if a rank would read no stream, or if a batch is too small for all streams.
+    """Raise an error if a rank would read no stream, or if a batch cannot contain a sample from every stream.
 
     Raises:
         ConfigError: If there are fewer streams than ranks, or if `batch_size` is less than the number of streams.
     """
     if streams < world.size:
-        raise ConfigError(f"the number of streams must be at least the {world.size} ranks, got {streams}")
+        raise ConfigError(
+            f"the number of streams must be at least {world.size}, one stream for each rank, got {streams}"
+        )
     if batch_size < streams:
         raise ConfigError(
-            f"'batch_size' must be at least {streams}, one sample of each stream, got {batch_size}. Use a larger "
+            f"'batch_size' must be at least {streams}, one sample from each stream, got {batch_size}. Use a larger "
             "batch_size, or fewer streams."
         )
 
@@ -264,7 +268,7 @@ def require_streams_for_all(streams: int, batch_size: int, world: World) -> None
 def to_device(samples: Tree, device: torch.device) -> Tree:
     """Return a batch on this rank's device.
 
-    On the CPU, nothing is copied. The copy to a GPU, from pinned memory, overlaps with the computation.
+    On the CPU, the batch is not copied. The copy from pinned memory to a GPU overlaps with the computation.
     """
     if device.type == "cpu":
         return samples

@@ -1,21 +1,21 @@
-"""The contract between a training step and the source of its samples."""
+"""Define the interface through which a training step receives samples."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-Tree = Any  # of tensors
+Tree = Any  # a tree of tensors
 SourceState = Mapping[str, int]
 
 
 @dataclass(frozen=True)
 class LocalBatch:
-    """This rank's part of one step, or of one micro-batch.
+    """This rank's samples for one step or for one micro-batch.
 
     Attributes:
-        samples: A tree of tensors with `count` rows: the output of the dataset's `fetch` or `collate_fn`, and then of
-            `transform`.
-        count: The number of samples on this rank. At the end of an epoch, it may be 0.
+        samples: A tree of tensors with `count` rows, which the dataset's `fetch` or `collate_fn` returned and
+            `transform` then processed.
+        count: The number of samples on this rank, which may be 0 at the end of an epoch.
         global_count: The number of samples on all ranks.
     """
 
@@ -34,27 +34,27 @@ class Source(Protocol):
 
     @property
     def steps_per_epoch(self) -> float | None:
-        """The number of steps in one epoch, or None if the source does not know its number of samples.
+        """The number of steps in one epoch, or None if the number of samples is unknown.
 
-        It is a fraction if a step may contain samples of two epochs.
+        The number is a fraction if a step may contain samples from two epochs.
         """
         ...
 
     def take(self, micro_batches: int) -> list[LocalBatch]:
-        """Return this rank's samples of the next step, split into micro-batches.
+        """Return this rank's samples for the next step, split into micro-batches.
 
         `permutation.shard_micro_batches` defines the split.
         """
         ...
 
     def __next__(self) -> LocalBatch:
-        """Return this rank's samples of the next step as one batch."""
+        """Return this rank's samples for the next step as one batch."""
         ...
 
     def state_dict(self) -> SourceState:
-        """Return the position after the steps that have been taken. It is the same on every rank.
+        """Return the position after the steps taken so far, which is the same on every rank.
 
-        Batches that were read ahead but not taken do not count.
+        Prefetched batches that have not been taken are not counted.
         """
         ...
 
@@ -63,5 +63,5 @@ class Source(Protocol):
         ...
 
     def close(self) -> None:
-        """Stop reading ahead. Collective if ranks read for each other."""
+        """Stop prefetching. Collective if one rank reads for the other ranks."""
         ...

@@ -1,8 +1,8 @@
 """Define `make_source`, which creates a source from a dataset and a config.
 
-A source determines which samples this rank processes next, and how to resume. It yields this rank's shard of the global
-batch, step after step and epoch after epoch, without end. Its state is small, the same on every rank, and valid for
-every world size.
+A source determines which samples this rank processes next, and how to resume. It is an endless iterator over this
+rank's shards of the global batches. The source's state is small, identical on every rank, and valid for every world
+size.
 
     kind          how the data are read                                  data
     sharded       every rank reads its own samples, by index             any map-style dataset
@@ -71,7 +71,7 @@ def make_source(
         batch_size: The number of samples in a step, over all ranks.
         world: The ranks of the run.
         seed: The seed of the order. None keeps the order in which the samples are stored.
-        config: How the data are read.
+        config: Specifies how the data are read.
         collate_fn: Combines a list of samples into one batch, as in torch's `DataLoader`.
         transform: Maps a batch to another batch, for example for augmentation.
 
@@ -94,7 +94,7 @@ def make_source(
     samples = as_samples(data, collate_fn)
     require_same_samples(samples, world)
     if not len(samples):
-        raise ConfigError("the dataset is empty: there are 0 samples to read")
+        raise ConfigError("the dataset is empty, but must contain at least 1 sample")
     if isinstance(samples, TokenBlocks) and config.kind in {"streamed", "fast_stream"}:
         with rank_zero_first(world):
             paths = as_shards(samples, CACHE)
@@ -120,7 +120,7 @@ def check_source(blocks: TokenBlocks, batch_size: int, world: World, config: Sou
     """Validate the arguments of `make_source` without starting the ranks of `world` and without writing files.
 
     Raises:
-        ConfigError: If `make_source` would raise it.
+        ConfigError: If `make_source` would raise a `ConfigError`.
     """
     _require_kind(config, blocks)
     if config.kind == "streamed":
@@ -160,7 +160,10 @@ def _require_kind(config: SourceConfig, data: Any) -> None:
     require_dataset(data)
     kind, name = config.kind, type_name(data)
     if (kind == "streamed" or _is_stream(data)) and config.remainder != "carry":
-        raise ConfigError("'source.remainder' requires a source of known length, and a stream has none")
+        raise ConfigError(
+            "'source.remainder' requires a source of known length, but the length of a stream is unknown. Use "
+            "source.remainder=carry."
+        )
     if isinstance(data, TokenBlocks | ArrowShards):
         return
     if kind == "fast_stream":
@@ -176,7 +179,7 @@ def _require_kind(config: SourceConfig, data: Any) -> None:
         )
 
 
-_LARGE = 1 << 26  # tokens; a digest of as many takes a tenth of a second
+_LARGE = 1 << 26  # tokens; a digest of this many tokens takes a tenth of a second
 
 
 def require_same_samples(samples: Data, world: World, what: str = "training samples") -> None:
@@ -192,7 +195,7 @@ def require_same_samples(samples: Data, world: World, what: str = "training samp
         what: The description of the samples in the error message.
 
     Raises:
-        ConfigError: If the number or the content differs.
+        ConfigError: If the number or the content of the samples differs.
     """
     if world.size == 1:
         return
@@ -206,7 +209,7 @@ def require_same_samples(samples: Data, world: World, what: str = "training samp
         if fingerprint != of_ranks[0][1]:
             raise ConfigError(
                 f"rank {rank} has the same number of {what} as rank 0, but the {what} differ. Each rank reads the "
-                "files of its own node: store them on a shared disk, or copy the same files to the same path on "
+                "files on its own node. Store the files on a shared disk, or copy them to the same path on "
                 "every node."
             )
 

@@ -1,4 +1,7 @@
-"""Generate short stories: a dataset of any size that needs no network and is the same on every machine."""
+"""Generate short stories.
+
+The dataset can have any size, requires no network, and is the same on every machine.
+"""
 
 import random
 from pathlib import Path
@@ -59,7 +62,7 @@ _ENDS = [
 
 
 def story(number: int, seed: int = 0) -> str:
-    """Return one short story. The same number and seed give the same story on every machine."""
+    """Return one short story. The same number and seed produce the same story on every machine."""
     choose = random.Random(f"{seed}/{number}").choice
     name, kind, trait, place = choose(_NAMES), choose(_KINDS), choose(_TRAITS), choose(_PLACES)
     wish = choose(list(_WISHES))

@@ -35,26 +35,29 @@ LOG = logging.getLogger(__name__)
 class StreamedSource:
     """A source for data that can only be read from the beginning.
 
-    Such data are a `datasets.IterableDataset`, a torch `IterableDataset`, or any other iterable that starts over with
-    each `iter`.
+    The dataset can be a `datasets.IterableDataset`, a torch `IterableDataset`, or any iterable that starts over on each
+    call to `iter`.
 
     The data are split into `streams` logical streams. A `datasets.IterableDataset` with enough shards is split by
-    shards. Other data are split by rows: every stream reads all rows and keeps its own. Therefore, the iterable must
-    yield all samples on every rank, in the same order each time, and must not split the data itself.
+    shards. Other data are split by rows: every stream reads all rows and keeps only its own rows. Therefore, the
+    iterable must yield all samples on every rank, in the same order each time, and must not split the data itself.
 
     Samples are taken from the streams in turn. Rank r of W reads the streams s with s mod W = r. Therefore, the order
-    is the same for every world size up to `streams`, and the position is one number, a count of places. A stream that
-    is exhausted leaves its places empty. A rank does not know when the streams of other ranks are exhausted, so the
-    ranks exchange their numbers of samples at every step. The epoch ends when no rank has any samples.
+    is the same for every world size up to `streams`. The index of a sample in this order is called its place, so the
+    position of the source is a single number of completed places. An exhausted stream leaves its places empty. A rank
+    does not know when the streams of other ranks are exhausted, so the ranks exchange their sample counts at every
+    step. The epoch ends when no rank has any samples.
 
-    With a `seed`, samples are shuffled in a buffer, as in `IterableDataset.shuffle`. To resume, a stream is read from
-    its beginning up to the saved position. The workers of a rank share its streams. The outputs of `collate_fn` of two
-    workers are concatenated, so with more than one worker, `collate_fn` should pad to a fixed length.
+    With a `seed`, samples are shuffled in a buffer, as in `IterableDataset.shuffle`. To resume, the source reads each
+    stream from the beginning up to the saved position. A rank's streams are divided among its workers. The workers'
+    `collate_fn` outputs are concatenated, so with more than one worker, `collate_fn` should pad to a fixed length.
 
-    The random numbers that `collate_fn` and `transform` draw depend only on the seed, the epoch, and the place, so a
-    resumed run draws the same numbers. This does not apply to random numbers that the iterable itself draws.
+    The random numbers that `collate_fn` and `transform` draw depend only on the seed, the epoch, and the place.
+    Therefore, a resumed run draws the same numbers. This does not apply to random numbers that the iterable itself
+    draws.
 
-    If a worker dies, the workers are restarted, once per step, and read their streams up to the same places.
+    If a worker crashes, the source restarts the workers, at most once per step. The new workers first read their
+    streams up to the current places.
     """
 
     def __init__(
@@ -85,8 +88,8 @@ class StreamedSource:
             collate_fn: Combines a list of samples into one batch, as in torch's `DataLoader`.
             transform: Maps a batch to another batch, for example for augmentation.
             workers: The number of worker processes on this rank. 0 reads in the main process.
-            prefetch: The number of batches that each worker reads ahead.
-            worker_timeout: The timeout of a batch in seconds.
+            prefetch: The number of batches that each worker prefetches.
+            worker_timeout: The timeout for a batch, in seconds.
 
         Raises:
             ConfigError: If there are fewer streams than ranks.
@@ -99,8 +102,8 @@ class StreamedSource:
         if self.shards.count < world.size and world.is_main:
             LOG.warning(
                 "the data have fewer shards (%d) than there are ranks (%d), so every rank reads all samples and keeps "
-                "its own. If reading is slow, use source.kind=dispatched, in which only rank 0 reads, or a "
-                "datasets.IterableDataset with a shard for each rank",
+                "only its own samples. If reading is slow, use source.kind=dispatched, so that only rank 0 reads, or a "
+                "datasets.IterableDataset with at least one shard per rank",
                 *(self.shards.count, world.size),
             )
         self.seed = seed or 0
@@ -115,30 +118,30 @@ class StreamedSource:
 
     @property
     def steps_per_epoch(self) -> None:
-        """None, because a stream does not know its number of samples."""
+        """The value is None, because the length of a stream is unknown."""
         return None
 
     @property
     def uses_local_rng(self) -> bool:
-        """Whether reading draws from, or seeds, the random number generators of this process.
+        """Whether reading uses or seeds the random number generators of this process.
 
         If so, no other thread may use them at the same time.
         """
         return not self.workers
 
     def __next__(self) -> LocalBatch:
-        """Return this rank's samples of the next step as one batch. Collective."""
+        """Return this rank's samples for the next step as one batch. Collective."""
         return self.take(1)[0]
 
     def take(self, micro_batches: int) -> list[LocalBatch]:
-        """Return this rank's samples of the next step, split into micro-batches. Collective.
+        """Return this rank's samples for the next step, split into micro-batches. Collective.
 
         Raises:
             ConfigError: On all ranks, at the first step, if the dataset is empty or a rank has no samples.
             SourceError: If reading fails. The message contains the rank, the worker, and the places.
         """
         if micro_batches != self.parts:
-            self.close()  # the batches read ahead have a different number of micro-batches
+            self.close()  # the prefetched batches have a different number of micro-batches
             self.parts = micro_batches
         while True:
             mine = self._next_here()
@@ -156,12 +159,12 @@ class StreamedSource:
                     for (samples, count), of_part in zip(mine, zip(*of_ranks, strict=True), strict=True)
                 ]
             if self.places == 0:
-                raise ConfigError("the dataset is empty: none of its streams has a sample")
+                raise ConfigError("the dataset is empty: none of its streams contains a sample")
             self.close()
             self.epoch, self.places = self.epoch + 1, 0
 
     def _next_here(self) -> list[tuple[Tree, int]]:
-        """Return this rank's samples of the next step, in micro-batches, in the order of their places."""
+        """Return this rank's samples for the next step, split into micro-batches, in the order of their places."""
         if self._steps is None:
             entropy = (self.seed, 2, self.world.rank, self.epoch, self.places)  # seeds the iterable in the workers
             generator = torch.Generator().manual_seed(seed_of(*entropy))
@@ -183,7 +186,7 @@ class StreamedSource:
         return [self._joined(parts) for parts in zip(*of_workers, strict=True)]
 
     def _joined(self, parts: Iterable["_Part"]) -> tuple[Tree, int]:
-        """Combine the samples of all workers for one micro-batch, and return them with their number."""
+        """Combine all workers' samples of one micro-batch, and return the samples and their number."""
         full = [part for part in parts if len(part.places)]
         if not full:
             if self._empty is None:  # resumed at a step in which this rank has no samples
@@ -207,7 +210,7 @@ class StreamedSource:
             ) from error
 
     def state_dict(self) -> SourceState:
-        """Return the epoch, the places completed in it, and the number of streams, which determines the order."""
+        """Return the epoch, the number of completed places, and the number of streams, on which the order depends."""
         return {"epoch": self.epoch, "places": self.places, "streams": self.streams}
 
     def load_state_dict(self, state: SourceState) -> None:
@@ -218,7 +221,8 @@ class StreamedSource:
         """
         if state["streams"] < self.world.size:
             raise ConfigError(
-                f"the number of streams must be at least the {self.world.size} ranks, got {state['streams']}"
+                f"the number of streams must be at least {self.world.size}, one stream for each rank, got "
+                f"{state['streams']}"
             )
         self.close()
         self.epoch, self.places, self.streams = state["epoch"], state["places"], state["streams"]
@@ -231,7 +235,7 @@ class StreamedSource:
 
 
 class _Part(NamedTuple):
-    """One worker's part of a micro-batch.
+    """One worker's samples of a micro-batch.
 
     Attributes:
         places: The places [n] (int64) of the samples.
@@ -243,7 +247,7 @@ class _Part(NamedTuple):
 
 
 class _Follow(ByValue, IterableDataset[list[_Part]]):
-    """Reads the streams of one rank, or this worker's share of them, step by step, without end."""
+    """An endless dataset that reads one rank's streams, or this worker's share of the streams, step by step."""
 
     def __init__(self, source: StreamedSource) -> None:
         """Copy the settings and the position of `source`."""
@@ -253,7 +257,7 @@ class _Follow(ByValue, IterableDataset[list[_Part]]):
         self.collate_fn, self.transform = source.collate_fn, source.transform
 
     def __iter__(self) -> Iterator[list[_Part]]:
-        """Yield this worker's part of each step, as a list of micro-batches."""
+        """Yield this worker's samples of each step, as a list of micro-batches."""
         info = get_worker_info()
         number, workers = (info.id, info.num_workers) if info else (0, 1)
         own = range(self.rank, self.streams, self.size)[number::workers]
@@ -273,8 +277,9 @@ class _Follow(ByValue, IterableDataset[list[_Part]]):
             yield [self.together([(p, row) for of, p, row in found if of == part]) for part in range(self.parts)]
 
     def follow(self, stream: int) -> Iterator[Any]:
-        """Iterate over the rows of a stream, from the current place of this epoch on."""
-        # `skip` of `datasets` keeps the shard order of epoch 0, and skips the rows of all streams if rows are split.
+        """Iterate over a stream's rows, starting at the current place of this epoch."""
+        # The `skip` of `datasets` would not work here: it keeps the shard order of epoch 0 and, if the data are split
+        # by rows, skips the rows of all streams.
         rows = self.shards.rows(stream, self.streams, self.epoch)
         return islice(rows, len(range(stream, self.places, self.streams)), None)
 
@@ -290,7 +295,7 @@ class _Follow(ByValue, IterableDataset[list[_Part]]):
 
 
 class _Shards(Protocol):
-    """Iterable data in shards."""
+    """Iterable data that are split into shards."""
 
     count: int
 
@@ -303,7 +308,7 @@ class _Shards(Protocol):
 
 
 def _as_shards(dataset: Any, seed: int | None, shuffle_buffer: int) -> _Shards:
-    datasets = sys.modules.get("datasets")  # loaded if the dataset is one of its own; loading it takes a second
+    datasets = sys.modules.get("datasets")  # imported already if the dataset belongs to it; the import takes a second
     if datasets is not None and isinstance(dataset, datasets.IterableDataset):
         return _DatasetsShards(dataset if seed is None else dataset.shuffle(seed=seed, buffer_size=shuffle_buffer))
     if isinstance(dataset, Iterator):
@@ -334,9 +339,9 @@ class _DatasetsShards:
 
 
 class _OneShard:
-    """An iterable without shards, which is shuffled here.
+    """An iterable without shards, which this class shuffles.
 
-    If it has a `set_epoch` method, that method is called in every epoch.
+    If the iterable has a `set_epoch` method, that method is called in every epoch.
     """
 
     count = 1

@@ -1,10 +1,10 @@
-"""Map files of tokens into memory, in the formats of nanoGPT and Megatron-LM.
+"""Memory-map token files in the formats of nanoGPT and Megatron-LM.
 
 nanoGPT's `prepare.py` writes `train.bin` and `val.bin`, which contain tokens as unsigned 16-bit integers and nothing
-else. Megatron's `preprocess_data.py` writes `PREFIX.bin` and `PREFIX.idx`. The header of the index specifies the type
-of the tokens.
+else. Megatron's `preprocess_data.py` writes `PREFIX.bin` and `PREFIX.idx`. The `.idx` file is an index, and its header
+specifies the token dtype.
 
-The files are not read, but mapped: a sample costs the pages that contain it, and a file may be larger than memory.
+The files are memory-mapped. Reading a sample loads only the pages that contain it, so a file may be larger than memory.
 """
 
 import struct
@@ -17,7 +17,7 @@ import torch
 from ddp_tutorial.config import ConfigError
 
 _MAGIC = b"MMIDIDX\x00\x00"
-_HEADER = struct.Struct("<QB")  # after the magic: the version, and the code of the type
+_HEADER = struct.Struct("<QB")  # after the magic: the version, and the type code
 _TYPES: dict[int, type[np.integer[Any]]] = {
     1: np.uint8,
     2: np.int8,
@@ -32,11 +32,11 @@ def map_tokens(path: Path) -> torch.Tensor:
     """Return the tokens of a `.bin` file as a one-dimensional tensor that is mapped into memory.
 
     Args:
-        path: The file. If there is an index beside it, with the suffix `.idx`, the index specifies the type of the
-            tokens. Otherwise the tokens are unsigned 16-bit integers.
+        path: The token file. If there is an index next to it, with the suffix `.idx`, the index specifies the token
+            dtype. Otherwise, the tokens are unsigned 16-bit integers.
 
     Raises:
-        ConfigError: If the file does not exist or is empty, if its size is not a multiple of the token's size, or if
+        ConfigError: If the file does not exist or is empty, if its size is not a multiple of the token size, or if
             the index is damaged or of an unknown version.
     """
     if not path.is_file():
@@ -54,12 +54,12 @@ def map_tokens(path: Path) -> torch.Tensor:
 
 
 def _type_of(index: Path) -> type[np.integer[Any]]:
-    """Return the type of the tokens that an index of Megatron-LM specifies."""
+    """Return the token dtype that a Megatron-LM index specifies."""
     with index.open("rb") as file:
         head = file.read(len(_MAGIC) + _HEADER.size)
     if not head.startswith(_MAGIC) or len(head) < len(_MAGIC) + _HEADER.size:
         raise ConfigError(
-            f"{str(index)!r} is not an index file of Megatron-LM. Remove the file if the tokens are 16-bit integers"
+            f"{str(index)!r} is not a Megatron-LM index file. Remove the file if the tokens are 16-bit integers"
         )
     version, code = _HEADER.unpack(head[len(_MAGIC) :])
     if version != 1 or code not in _TYPES:

@@ -1,4 +1,7 @@
-"""Tokenizers: bytes by default, or a `tokenizer.json` of Hugging Face's `tokenizers`."""
+"""Load tokenizers and tokenize corpora.
+
+The default tokenizer is bytes. Other tokenizers are `tokenizer.json` files of Hugging Face's `tokenizers`.
+"""
 
 import hashlib
 from collections.abc import Callable
@@ -12,16 +15,16 @@ from ddp_tutorial.config import ConfigError, require_package
 from ddp_tutorial.sharding.corpus import CACHE, SEPARATOR, Corpus, cached, decode, encode
 
 BYTES = "bytes"
-_END_OF_TEXT = ("<|endoftext|>", "<|end_of_text|>", "</s>", "[SEP]")  # the first that the tokenizer knows
+_END_OF_TEXT = ("<|endoftext|>", "<|end_of_text|>", "</s>", "[SEP]")  # the first token in the vocabulary is used
 
 
 @dataclass(frozen=True)
 class Tokenizer:
-    """Functions between text and tokens.
+    """Functions that convert between text and tokens.
 
     Attributes:
-        encode: Returns the tokens of a text [tokens] (int64).
-        decode: Returns the text of tokens.
+        encode: Converts text to int64 tokens of shape [tokens].
+        decode: Converts tokens to text.
         separator: The tokens between two documents.
         vocab: The size of the vocabulary.
     """
@@ -33,7 +36,7 @@ class Tokenizer:
 
 
 def load_tokenizer(name: str) -> Tokenizer:
-    """Return the tokenizer `bytes`, or that of a file `tokenizer.json`.
+    """Return the tokenizer `bytes`, or load a `tokenizer.json` file.
 
     Raises:
         ConfigError: If the file does not exist or contains no tokenizer, or if `tokenizers` is not installed.
@@ -59,12 +62,12 @@ def load_tokenizer(name: str) -> Tokenizer:
 
 
 def tokenize(corpus: Corpus, name: str) -> Corpus:
-    """Return a corpus of text as the tokens of tokenizer `name`.
+    """Tokenize a text corpus with the tokenizer `name`.
 
     The tokens are cached under runs/cache. If ranks share a folder, rank 0 must call this function first.
 
     Raises:
-        ConfigError: See `load_tokenizer`.
+        ConfigError: If the tokenizer cannot be loaded; see `load_tokenizer`.
     """
     if name == BYTES:
         return corpus
@@ -78,7 +81,7 @@ def tokenize(corpus: Corpus, name: str) -> Corpus:
 
 
 def _tokenized(text: torch.Tensor, tokenizer: Tokenizer) -> torch.Tensor:
-    """Return the tokens of all documents, with a separator between two of them."""
+    """Return the tokens of all documents, with a separator between consecutive documents."""
     dtype = np.uint16 if tokenizer.vocab <= 1 << 16 else np.int32
     separator = np.array(tokenizer.separator, dtype)
     pieces: list[np.ndarray] = []

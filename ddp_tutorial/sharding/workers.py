@@ -1,8 +1,8 @@
-"""Start, monitor, and stop the worker processes that read ahead for a rank.
+"""Start, monitor, and stop the worker processes that prefetch batches for a rank.
 
-The workers are those of torch's `DataLoader`, with one change: they ignore signals to stop. The sender of such a signal
-(`kill -TERM -- -PGID`, Ctrl-C, Slurm) sends it to all processes of a job, but a rank that saves before it exits still
-needs its workers.
+The workers are those of torch's `DataLoader`, except that they ignore termination signals. `kill -TERM -- -PGID`,
+Ctrl-C, and Slurm send a termination signal to all processes of a job. However, a rank that saves a checkpoint before it
+exits still needs its workers.
 """
 
 import logging
@@ -29,13 +29,13 @@ from ddp_tutorial.sharding.config import SourceConfig
 LOG = logging.getLogger(__name__)
 Item = TypeVar("Item")
 
-# The timeout of one batch, in seconds. After it, a worker is considered stuck.
+# The timeout for one batch, in seconds. After this time, a worker is considered stuck.
 WORKER_TIMEOUT: float = SourceConfig().worker_timeout
 # The interval, in seconds, at which a rank checks that its workers are alive.
 POLL_SECONDS = 2.0
 # The interval, in seconds, at which a worker checks that its rank is alive.
 WATCH_SECONDS = 1.0
-# The grace period, in seconds, in which a worker may finish its batch before it is terminated.
+# The grace period, in seconds, during which a worker may finish its batch before it is terminated.
 END_SECONDS = 0.5
 _NOT_FOR_WORKERS = (*SIGNALS, signal.SIGINT)
 
@@ -59,13 +59,13 @@ def worker_options(workers: int, prefetch: int, worker_timeout: float) -> dict[s
 
 
 def too_many_workers(workers: int, ranks: int, cores: int) -> str | None:
-    """Return a warning if the workers of all ranks of a machine outnumber its cores, and otherwise None."""
+    """Return a warning if the workers of all ranks on a machine outnumber its cores, and None otherwise."""
     if not workers or workers * ranks <= cores:
         return None
-    advised = max(0, cores // ranks - 1)  # a rank needs a core for itself
+    advised = max(0, cores // ranks - 1)  # a rank needs its own core
     return (
-        f"source.workers={workers} starts {workers * ranks} worker processes on this machine, beside {ranks} ranks on "
-        f"{cores} cores. Use source.workers={advised}, unless the workers mostly wait for a disk or a network"
+        f"source.workers={workers} starts {workers * ranks} worker processes on this machine, in addition to {ranks} "
+        f"ranks on {cores} cores. Use source.workers={advised}, unless the workers mostly wait for a disk or a network"
     )
 
 
@@ -76,7 +76,7 @@ def next_from(batches: Iterator[Item], worker_timeout: float) -> Item:
     and this function waits repeatedly.
 
     Raises:
-        SourceError: If there is no batch within `worker_timeout` seconds.
+        SourceError: If no batch arrives within `worker_timeout` seconds.
     """
     deadline = time.monotonic() + worker_timeout
     while True:
@@ -87,12 +87,12 @@ def next_from(batches: Iterator[Item], worker_timeout: float) -> Item:
                 raise
             if time.monotonic() >= deadline:
                 raise SourceError(
-                    f"no batch within {worker_timeout:g} s: the worker hangs, or requires a larger "
+                    f"no batch arrived within {worker_timeout:g} s: the worker hangs, or requires a larger "
                     "source.worker_timeout"
                 ) from None
         except (ConnectionError, EOFError, FileNotFoundError) as error:
             # A worker passes a batch as a shared-memory file. If that fails, the worker has exited or is about to
-            # exit, unless the error is the dataset's own.
+            # exit, unless the dataset itself raised the error.
             is_own = "in DataLoader worker process" in str(error)
             if is_own or not (isinstance(batches, WorkerBatches) and batches.wait_for_worker_exit()):
                 raise
@@ -100,22 +100,22 @@ def next_from(batches: Iterator[Item], worker_timeout: float) -> Item:
 
 
 class WorkerRestart:
-    """Decides whether a source may restart its workers at a step.
+    """The policy that decides whether a source restarts its workers at a step.
 
-    A restart is due if a worker has died, but only once per step, because a sample that kills its worker kills it
-    again.
+    The workers are restarted if a worker has exited, but only once per step, because a sample that crashed a worker
+    will crash it again.
     """
 
     def __init__(self) -> None:
-        """Start without any restart."""
+        """Start with no restart recorded."""
         self._place: object = None  # the step of the last restart
 
     def is_due(self, batches: object, place: object, message: str) -> bool:
         """Return whether to restart the workers at the step `place`, and log the restart.
 
         Args:
-            batches: The batches of the workers.
-            place: The position of the source. A restart does not change it.
+            batches: The workers' batches.
+            place: The source's position, which a restart does not change.
             message: The error message to log.
         """
         if not (isinstance(batches, WorkerBatches) and batches.exited_workers()) or place == self._place:
@@ -126,9 +126,9 @@ class WorkerRestart:
 
 
 def failed_worker(batches: object, turn: int, workers: int) -> tuple[str, int]:
-    """Return a description of the worker that failed, and the number of batches until that worker's batch.
+    """Return a description of the failed worker, and the number of batches before that worker's next batch.
 
-    The failed worker is a worker that has died, or otherwise the worker whose turn it is.
+    The failed worker is a worker that has exited or, if there is none, the worker whose batch is due.
     """
     if not isinstance(batches, WorkerBatches):
         return "", 0
@@ -137,7 +137,7 @@ def failed_worker(batches: object, turn: int, workers: int) -> tuple[str, int]:
 
 
 class WorkerBatches(Iterator[Item]):
-    """The batches of a `DataLoader`, and its workers.
+    """An iterator over the batches of a `DataLoader`, which also manages its workers.
 
     The workers exit when `close` is called, when this object is garbage-collected, or when this process exits. They
     exit even if they are stuck.
@@ -147,7 +147,7 @@ class WorkerBatches(Iterator[Item]):
         """Start the workers of `loader`."""
         requests, send = multiprocessing.Pipe(duplex=False)
         loader.worker_init_fn = partial(_initialize, requests)
-        # The workers inherit the mask, and unblock the signals when they have installed their handlers.
+        # The workers inherit the signal mask, and unblock the signals when they have installed their handlers.
         before = signal.pthread_sigmask(signal.SIG_BLOCK, _NOT_FOR_WORKERS)
         try:
             self._batches: Any = iter(loader)
@@ -162,7 +162,7 @@ class WorkerBatches(Iterator[Item]):
         return next(self._batches)
 
     def exited_workers(self) -> list[int]:
-        """Return the numbers of the workers that have exited."""
+        """Return the indices of the workers that have exited."""
         return [number for number, process in enumerate(worker_processes(self._batches)) if not process.is_alive()]
 
     def wait_for_worker_exit(self) -> bool:
@@ -187,7 +187,7 @@ def _end(batches: Any, requests: Connection, send: Connection) -> None:
 def _initialize(requests: Connection, _: int) -> None:
     """Initialize a worker.
 
-    Signals are caught and not ignored, because the child processes of the worker would inherit ignored signals.
+    Signals are caught rather than ignored, because the worker's child processes would inherit ignored signals.
     """
     np.random.seed(torch.initial_seed() % 2**32)  # the DataLoader seeds torch and Python's random
     for number in _NOT_FOR_WORKERS:

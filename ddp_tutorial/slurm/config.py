@@ -13,7 +13,7 @@ _CLOCK = r"(?:(\d+)-)?(\d+):([0-5]\d):([0-5]\d)"
 
 
 class SlurmConfig(Config):
-    """Settings of a job: its nodes and its time limit. The number of ranks is the `nprocs` of the run."""
+    """Settings of a job, such as its nodes and its time limit. The run's `nprocs` specifies the number of ranks."""
 
     nodes: int = Field(1, ge=1, description="Number of nodes; each runs the same number of ranks.")
     nodelist: str = Field(

@@ -1,19 +1,19 @@
-"""Batch scripts for Slurm, and their submission.
+"""Write batch scripts for Slurm, and submit them.
 
-The script is plain text to read, edit and submit by hand. It contains only what Slurm's manual documents. A library
-such as submitit (1.5) also writes scripts and requeues jobs, but its jobs load a pickled function. Here the job runs a
-command line that saves and resumes.
+The script is plain text, which users can read, edit and submit by hand. It uses only documented features of Slurm. A
+library such as submitit (1.5) also writes scripts and requeues jobs, but its jobs load a pickled function. Here, the
+job runs a command line that saves checkpoints and resumes from them.
 
 A job ends in one of these ways:
 
 - The time limit is near: Slurm sends USR1 to every rank (`--signal`). The ranks save after the same step and exit with
   code 75, and the script requeues the job.
-- The job is preempted, and its partition has a grace time: the same, with TERM, or with USR1 if the cluster is
-  configured so.
+- The job is preempted, and its partition has a grace time: Slurm sends TERM, or USR1 if the cluster is configured so,
+  and the ranks and the script act as above.
 - The job is preempted or requeued without notice: the ranks and the script receive TERM, and Slurm requeues the job.
   The ranks have saved if they finish within KillWait, usually 30 seconds.
-- The job is canceled: the same signals, but the job is not requeued, because the script is terminated too. This is why
-  the script traps no signal.
+- The job is canceled: Slurm sends the same signals, but the job is not requeued, because the script is terminated too.
+  This is why the script does not trap signals.
 - A node fails: Slurm requeues the job, which resumes from the latest checkpoint.
 """
 
@@ -28,13 +28,13 @@ from ddp_tutorial.config import ConfigError
 from ddp_tutorial.files import RUNS
 from ddp_tutorial.slurm.config import SlurmConfig
 
-OUTPUT = RUNS / "slurm-%j.out"  # of all attempts of a job; Slurm inserts its number
-REQUEUE_CODE = 75  # of a rank that was told to stop and has saved: `processes.signals.EXIT_CODE`
+OUTPUT = RUNS / "slurm-%j.out"  # output of all attempts of a job; Slurm inserts the job ID
+REQUEUE_CODE = 75  # exit code of a rank that has saved and stopped on request: `processes.signals.EXIT_CODE`
 _DONE = '"status": "finished"|"reason": "a request"'  # in the result of a run that must not resume
 
 
 def ranks_per_node(ranks: int, slurm: SlurmConfig) -> int:
-    """Return the number of ranks on each node. Raises `ConfigError` if the nodes cannot have the same number."""
+    """Return the number of ranks on each node. Raise `ConfigError` if the nodes cannot have the same number."""
     if ranks % slurm.nodes:
         fewer = ranks - ranks % slurm.nodes
         counts = " or ".join(str(count) for count in (fewer, fewer + slurm.nodes) if count)
@@ -58,14 +58,14 @@ def batch_script(
     """Return the batch script of a job in which each rank runs `python COMMAND`.
 
     Args:
-        command: A piece of shell that may use "$run".
+        command: Shell code that may use "$run".
         ranks: The number of ranks, over all nodes.
         slurm: The settings of the job.
-        run: The name of the run that `command` resumes, as a piece of shell.
-        name: The name of the job.
+        run: Shell code for the name of the run that `command` resumes.
+        name: The job name.
         about: A comment for the top of the script.
         python: The Python interpreter.
-        timeout: Seconds that the other ranks have to exit after the first one has exited.
+        timeout: Timeout in seconds for the other ranks to exit after the first rank has exited.
 
     Raises:
         ConfigError: If the nodes cannot have the same number of ranks.
@@ -110,7 +110,7 @@ def batch_script(
 
 def _tasks(srun: str, python: str, command: str) -> Iterable[str]:
     return (
-        "# Each task is a rank. SLURM_* contain the rank, the world size and the first node, the rendezvous.",
+        "# Each task is a rank. SLURM_* contain the rank, the world size and the first node, for the rendezvous.",
         f"{srun} \\",
         f"    {shlex.quote(python)} {command}",
         "code=$?",
@@ -143,7 +143,7 @@ def _clock(seconds: int) -> str:
 
 
 def submit(script: str) -> int:
-    """Submit a batch script and return the number of the job.
+    """Submit a batch script, and return the job ID.
 
     The ranks run in the working directory of this process, which all nodes must share.
 

@@ -1,9 +1,9 @@
-"""Connect the ranks of a Slurm step at a free port, which rank 0 publishes in a private file of the job's user.
+"""Connect the ranks of a Slurm step through a free port, which rank 0 publishes in a private file.
 
-Slurm provides the names of the nodes, but no port. A port computed from the job's number may be in use, and every user
-of the cluster can compute it. Instead, rank 0 listens at a port that the operating system chooses, and writes host,
-port and a nonce to `runs/.rendezvous/CLUSTER-JOB.RESTART.STEP`: the folder has mode 0700, the file 0600. The other
-ranks wait for that file, connect, and compare the nonce, so they never use the store of an earlier job.
+Slurm provides the node names, but no port. A port computed from the job ID may be in use, and every user of the cluster
+can compute it. Instead, rank 0 listens at a port that the operating system chooses, and writes host, port and a nonce
+to `runs/.rendezvous/CLUSTER-JOB.RESTART.STEP`. The folder has mode 0700, and the file has mode 0600. The other ranks
+wait for that file, connect, and compare the nonce, so they never use an earlier job's store.
 
 This module registers the scheme of these addresses with torch, for `init_process_group(init_method=...)`. An address is
 `slurm://n0/box-7.0.0`, for example.
@@ -28,11 +28,11 @@ from ddp_tutorial.config import ConfigError
 from ddp_tutorial.files import RUNS, write_atomically
 
 FOLDER = RUNS / ".rendezvous"
-_CONNECT_TIMEOUT = timedelta(seconds=10)  # for one attempt: a file of an earlier job may name a host that is gone
+_CONNECT_TIMEOUT = timedelta(seconds=10)  # per attempt, because an earlier job's file may name a host that is down
 
 
 def slurm_address(host: str, cluster: str, job: int, restarts: int, step: int) -> str:
-    """Return the `init_method` of one step of a job. A requeued job gets a different one."""
+    """Return the `init_method` of one step of a job. A requeued job uses a different address."""
     return f"slurm://{host}/{cluster}-{job}.{restarts}.{step}"
 
 
@@ -63,10 +63,10 @@ def _published(path: Path, meeting: dict[str, Any]) -> Iterator[None]:
 
 
 def _connect(path: Path, timeout: timedelta) -> dist.Store:
-    """Connect to the store that rank 0 publishes in `path`. Raises `RuntimeError` after `timeout`."""
+    """Connect to the store that rank 0 publishes in `path`. Raise `RuntimeError` after `timeout`."""
     deadline = time.monotonic() + timeout.total_seconds()
     while time.monotonic() < deadline:
-        with suppress(OSError, ValueError, RuntimeError):  # no file yet, or one of an earlier job
+        with suppress(OSError, ValueError, RuntimeError):  # there is no file yet, or only an earlier job's file
             meeting = json.loads(path.read_text())
             _require_private(path.parent)
             store = dist.TCPStore(meeting["host"], meeting["port"], is_master=False, timeout=_CONNECT_TIMEOUT)
@@ -76,7 +76,7 @@ def _connect(path: Path, timeout: timedelta) -> dist.Store:
         time.sleep(0.05)
     raise RuntimeError(
         f"rank 0 did not publish its address in {path.absolute()} within {timeout.total_seconds():.0f} s. All nodes "
-        "must share the working directory. Otherwise set MASTER_ADDR and MASTER_PORT: rank 0's host and a free port."
+        "must share the working directory. Otherwise, set MASTER_ADDR to rank 0's host, and MASTER_PORT to a free port."
     )
 
 

@@ -56,9 +56,9 @@ def _init_method(environ: Mapping[str, str], first_node: str) -> str:
 
 
 def has_gpu_per_task(environ: Mapping[str, str], local_size: int) -> bool:
-    """Return whether Slurm gave the node at least one GPU per task, as with `srun --gpus-per-task=1`.
+    """Return whether Slurm allocated at least one GPU per task on the node, as with `srun --gpus-per-task=1`.
 
-    A task that sees fewer GPUs than the node has tasks then sees only its own.
+    If so, a task that sees fewer GPUs than the node has tasks sees only its own GPUs.
     """
     if "SLURM_STEP_ID" not in environ:
         return False

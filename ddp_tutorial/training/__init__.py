@@ -1,8 +1,8 @@
-"""The training loop, for any model, data and loss.
+"""Train any model on any data with any loss.
 
 `step` builds a training step from a config, `trainer` contains the loop, and `config` defines the settings.
 `evaluation`, `evaluation_tracker`, `stopping`, `metrics`, `profiling` and `callbacks` implement the periodic actions of
-the loop. `tasks` builds a model, data and a loss from a config; `gpt` is the model of task gpt.
+the loop. `tasks` builds a model, data and a loss from a config. `gpt` contains the model of task gpt.
 """
 
 import lazy_loader

@@ -1,4 +1,4 @@
-"""Run your own code at fixed points of a training run: subclass `Callback`, and pass objects to `Trainer`."""
+"""Run your own code at fixed points of a training run. Subclass `Callback`, and pass instances to `Trainer`."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -10,10 +10,10 @@ from ddp_tutorial.world import World
 
 
 class Callback:
-    """The base class of callbacks. A subclass overrides the methods that it needs.
+    """Base class of callbacks. A subclass overrides the methods that it needs.
 
-    Every rank calls each method, with the same arguments, so a method may use collectives. To act on one rank, test
-    `trainer.world.is_main`. If a method raises an exception on one rank, all ranks raise.
+    Every rank calls each method with the same arguments, so a method may use collectives. To act on one rank only, test
+    `trainer.world.is_main`. If a method raises an exception on one rank, all ranks raise an exception.
     """
 
     def on_step(self, trainer: Any, result: StepResult) -> None:
@@ -23,10 +23,10 @@ class Callback:
         """Handle the end of an evaluation. `means` contains the validation loss as `loss`, and the metrics."""
 
     def on_save(self, trainer: Any, step: int) -> None:
-        """Handle a new checkpoint. With `checkpoint.background`, a thread may still write its files."""
+        """Handle a new checkpoint. With `checkpoint.background`, a thread may still be writing its files."""
 
     def on_end(self, trainer: Any, result: Any) -> None:
-        """Handle the end of the run. `result` is the `TrainResult`; `result.json` and the model are written."""
+        """Handle the end of the run. `result` is the `TrainResult`. `result.json` and the model have been written."""
 
 
 class CallbackError(FailedError):
@@ -51,7 +51,7 @@ def check_callbacks(world: World, callbacks: Sequence[Callback]) -> list[Callbac
 
 
 def require_same_names(world: World, what: str, names: list[str], problem: str, advice: str = "") -> None:
-    """Raise `ConfigError` on all ranks if a rank has a `problem` or different names than rank 0. Collective."""
+    """Raise `ConfigError` on all ranks if a rank reports a `problem` or has different names than rank 0. Collective."""
     of_ranks = all_gather(world, (problem, names))
     for rank, (found, theirs) in enumerate(of_ranks):
         if found:
@@ -68,7 +68,7 @@ def call_on_all_ranks(world: World, callbacks: Sequence[Callback], method: Calla
 
     Raises:
         Exception: The exception that a callback raised on this rank.
-        CallbackError: If a callback raised an exception on a different rank only.
+        CallbackError: If a callback raised an exception only on a different rank.
     """
     raised: Exception | None = None
     try:

@@ -15,8 +15,8 @@ from ddp_tutorial.ddp.wrappers import require_uncompiled
 from ddp_tutorial.training.config import TrainConfig
 from ddp_tutorial.world import World
 
-# Strategies that train a compiled model. The others split the model: their hooks move weights in and out between the
-# modules, or they call the modules one by one.
+# Strategies that can train a compiled model. The other strategies split the model: their hooks gather and free weights
+# between the modules, or they call the modules one by one.
 _CALL_THE_MODEL = {"ddp", "zero1", "invariant", "accelerate", "local_sgd", "post_local_sgd", "diloco"}
 
 
@@ -27,8 +27,8 @@ def require_compilable(model: nn.Module, config: TrainConfig, world: World) -> N
     """
     if is_compiled(model) and config.strategy not in _CALL_THE_MODEL:
         raise ConfigError(
-            f"strategy {config.strategy} cannot train a compiled model: pass the model without torch.compile, or use "
-            "strategy=ddp or zero1"
+            f"strategy {config.strategy} cannot train a compiled model: pass the uncompiled model, or use "
+            "strategy=ddp or strategy=zero1"
         )
     if config.compile:
         require_uncompiled(model)
@@ -45,19 +45,19 @@ def require_backend(config: CompileConfig) -> None:
 
 
 def require_compiler(config: CompileConfig, device: torch.device) -> None:
-    """Raise `ConfigError` if backend inductor has no C++ compiler on this host."""
+    """Raise `ConfigError` if backend inductor requires a C++ compiler and this host has none."""
     if not has_compiler(config, device):
         raise ConfigError(_NO_COMPILER)
 
 
 _NO_COMPILER = (
-    "'compile' needs a C++ compiler on CPUs, and found none: install g++ (Debian, Ubuntu: apt install g++), set CXX to "
-    "the path of a compiler, or use compile.backend=aot_eager to test without one"
+    "'compile' requires a C++ compiler on CPUs, but none was found: install g++ (Debian, Ubuntu: apt install g++), set "
+    "CXX to the path of a compiler, or use compile.backend=aot_eager to test without a compiler"
 )
 
 
 def has_compiler(config: CompileConfig, device: torch.device) -> bool:
-    """Return whether this host has the C++ compiler that backend inductor requires for the CPU."""
+    """Return whether this host has the C++ compiler that backend inductor requires on CPUs."""
     default = {"darwin": "clang++", "win32": "cl"}.get(sys.platform, "g++")
     is_needed = config.backend == "inductor" and device.type == "cpu"
     return not is_needed or shutil.which(os.environ.get("CXX", default)) is not None

@@ -1,7 +1,7 @@
-"""The settings of a run, with their defaults, ranges and descriptions.
+"""Define the settings of a run, with their defaults, ranges and descriptions.
 
-`TrainConfig` works with any model, data and loss. `TaskConfig` adds the settings that build them by name, for the
-command line and for config files.
+`TrainConfig` works with any model, data and loss. `TaskConfig` adds the settings that specify the model, the data and
+the loss by name, for the command line and for config files.
 """
 
 import json
@@ -43,15 +43,15 @@ ClassSetting = dict[str, Any]  # {"class": "torch.optim.SGD", "args": {"momentum
 
 
 def is_import_path(value: Any) -> bool:
-    """Return whether `value` is a module and a name in it, such as "torch.optim.SGD"."""
+    """Return whether `value` is an import path, such as "torch.optim.SGD"."""
     return isinstance(value, str) and re.fullmatch(r"[^\W\d]\w*(\.[^\W\d]\w*)+", value) is not None
 
 
 def check_class(value: Any, names: tuple[str, ...] = ()) -> Any:
-    """Return one of `names`, or the import path of a class with its arguments. Nothing is imported here.
+    """Return `value` if it is one of `names`, or the import path and arguments of a class. Do not import the class.
 
     Raises:
-        PydanticCustomError: If `value` is neither.
+        PydanticCustomError: If `value` is invalid.
     """
     if value in names:
         return value
@@ -71,7 +71,7 @@ def check_class(value: Any, names: tuple[str, ...] = ()) -> Any:
 
 
 def check_function(value: Any) -> Any:
-    """Return None, the import path of a function, or that of a class of functions with its arguments."""
+    """Return None, a function's import path, or the import path and arguments of a class with callable instances."""
     return value if value is None or is_import_path(value) else check_class(value)
 
 
@@ -83,7 +83,7 @@ class BestConfig(Config):
 
 
 class EarlyStoppingConfig(Config):
-    """When a run stops early because the metric no longer improves; see `stopping.without_progress`."""
+    """Settings for stopping a run when its metric stops improving; see `stopping.without_progress`."""
 
     patience: int = Field(
         0, ge=0, description="Consecutive evaluations without improvement after which the run stops; 0 disables it."
@@ -93,8 +93,8 @@ class EarlyStoppingConfig(Config):
     rule: str | ClassSetting | None = Field(
         None,
         examples=["mymodule.is_flat"],
-        description="Import path of a function, or of a class of functions and its arguments. It gets the metric by "
-        "step, and the run stops when it returns true.",
+        description="Import path of a function, or of a class with callable instances and its arguments. The function "
+        "receives the metric by step, and the run stops when the function returns true.",
     )
 
     @property
@@ -126,8 +126,8 @@ class ProfileConfig(Config):
 class TrainConfig(Config):
     """The settings of a training run, for any model.
 
-    On CPUs, runs with the same config, data, world size and machine are bitwise identical. On GPUs they may differ,
-    because some kernels sum in no fixed order. For deterministic kernels, call
+    On CPUs, runs with the same config, data, world size and machine are bitwise identical. On GPUs, they may differ,
+    because some kernels sum in a varying order. For deterministic kernels, call
     `torch.use_deterministic_algorithms(True)` and set the environment variable CUBLAS_WORKSPACE_CONFIG=:4096:8.
     """
 
@@ -136,7 +136,7 @@ class TrainConfig(Config):
     name: str = Field(
         "",
         examples=["first-run"],
-        description="Directory of the run under runs/; by default, it is named after the start time.",
+        description="Run directory under runs/; by default, the start time and a suffix.",
     )
     seed: int = Field(0, ge=0, lt=2**31, description="Seed of the weights, the sample order and dropout.")
     strategy: Kind = Field("ddp", description="How the ranks train one model together.")
@@ -144,11 +144,14 @@ class TrainConfig(Config):
         DDPConfig(),
         description="The DDP implementation and its options; PyTorch's options keep their names.",
     )
-    micro_batches: int = Field(4, ge=1, description="Strategy invariant only: micro-batches of a step over all ranks.")
+    micro_batches: int = Field(
+        4, ge=1, description="Strategy invariant only: number of micro-batches per step over all ranks."
+    )
     accumulation: int = Field(
         1,
         ge=1,
-        description="Micro-batches of a step on each rank; strategy pipeline multiplies its own by this number.",
+        description="Micro-batches per step on each rank; strategy pipeline multiplies `pipeline.micro_batches` by "
+        "this number.",
     )
     local: LocalConfig = Field(
         LocalConfig(),
@@ -200,9 +203,7 @@ class TrainConfig(Config):
         ge=0,
         description="Weight decay of matrices for `adamw` and `sgd`; biases and norms have none.",
     )
-    clip: float | None = Field(
-        1.0, gt=0, description="Maximum norm of the gradient; `null` does not clip the gradient."
-    )
+    clip: float | None = Field(1.0, gt=0, description="Maximum norm of the gradient; `null` disables clipping.")
     oom_skips: int = Field(
         0,
         ge=0,
@@ -226,7 +227,7 @@ class TrainConfig(Config):
         (),
         strict=False,
         examples=[["optimizer"]],
-        description="Components that start over instead of being restored, such as `optimizer`.",
+        description="Checkpoint components that are not restored, such as `optimizer`.",
     )
 
     log_every: int = Field(10, ge=1, description="Steps between writes to the log; the log contains every step.")
@@ -243,7 +244,7 @@ class TrainConfig(Config):
     run_test: bool | None = Field(
         None,
         examples=[False],
-        description="Evaluate the `test_data` of `Trainer` after the last step; by default, if there are any.",
+        description="Evaluate the `test_data` of `Trainer` after the last step; by default, if it is passed.",
     )
     target_loss: float | None = Field(
         None, examples=[2.0], description="Stop as soon as the validation loss is at most this value."
@@ -278,7 +279,7 @@ class TrainConfig(Config):
 
     @property
     def names_classes(self) -> bool:
-        """Whether the optimizer, the scheduler or the rule of early stopping is specified by its import path."""
+        """Whether the optimizer, the scheduler or the early-stopping rule is specified by an import path."""
         imported = self.scheduler, self.early_stopping.rule
         return not isinstance(self.optimizer, str) or any(each is not None for each in imported)
 
@@ -289,15 +290,15 @@ class TrainConfig(Config):
 
     @property
     def remarks(self) -> list[str]:
-        """Messages to log when the run starts, about settings whose effect differs from their value."""
+        """Messages about settings whose effect differs from their value, to log at the start of the run."""
         return []
 
     @model_validator(mode="after")
     def _options_belong_to_the_strategy(self) -> "TrainConfig":
         if self.strategy == "invariant" and self.accumulation != 1:
             raise ValueError(
-                f"'accumulation' must be 1 for strategy invariant, got {self.accumulation}; set 'micro_batches', which "
-                "counts the micro-batches of all ranks"
+                f"'accumulation' must be 1 for strategy invariant, got {self.accumulation}; set 'micro_batches', the "
+                "number of micro-batches over all ranks"
             )
         default = StagesConfig()
         of_pipeline = [
@@ -350,7 +351,7 @@ class TrainConfig(Config):
     @model_validator(mode="after")
     def _can_be_resumed(self) -> "TrainConfig":
         if self.resume == "auto" and not self.name:
-            raise ValueError("'resume' auto resumes the run of the same 'name', which is missing; set name=NAME")
+            raise ValueError("'resume' = auto requires the 'name' of the run to resume, got none; set name=NAME")
         return self
 
     @field_validator("eval_every", mode="before")
@@ -391,7 +392,7 @@ _Imported: Any = create_model("_Imported", __base__=Config, **_FIELDS)
 
 
 class ModelConfig(_Imported, Config):
-    """The size of the GPT of task gpt, or the class of a different model."""
+    """The size of the GPT that task gpt trains, or the class of a different model."""
 
     args: dict[str, Any] = Field({}, examples=[{"width": 64}], description="Keyword arguments of `class`.")
     layers: int = Field(4, ge=1, description="Number of transformer blocks.")
@@ -419,7 +420,7 @@ class ModelConfig(_Imported, Config):
     def _class_is_an_import_path(self) -> "ModelConfig":
         path = getattr(self, "class")
         if path is None and self.args:
-            raise ValueError("'model.args' are the arguments of 'model.class', which is missing")
+            raise ValueError("'model.args' requires 'model.class', got none: set model.class, or remove model.args")
         if path is not None:
             check_class({"class": path, "args": self.args})
         return self
@@ -427,12 +428,12 @@ class ModelConfig(_Imported, Config):
     @model_validator(mode="after")
     def _heads_divide_width(self) -> "ModelConfig":
         if self.width % self.heads:
-            raise ValueError(f"'model.width' must be a multiple of 'model.heads' {self.heads}, got {self.width}")
+            raise ValueError(f"'model.width' must be a multiple of 'model.heads' = {self.heads}, got {self.width}")
         return self
 
 
 class TaskConfig(TrainConfig):
-    """The settings of a run whose model, data and loss are chosen by name, including the number of ranks."""
+    """The settings of a run whose model, data and loss are specified by name, including the number of ranks."""
 
     alternatives: ClassVar[tuple[tuple[str, str], ...]] = (
         *TrainConfig.alternatives,
@@ -454,7 +455,7 @@ class TaskConfig(TrainConfig):
     loss: str | ClassSetting | None = Field(
         None,
         examples=["mymodule.my_loss"],
-        description="Import path of a loss function, or of a class of loss functions and its arguments, "
+        description="Import path of a loss function, or of a class with callable instances and its arguments, "
         "`{class: mymodule.MyLoss, args: {...}}`; by default, the loss of the task.",
     )
     source: SourceConfig = Field(SourceConfig(), description="How samples are read and distributed.")
@@ -489,24 +490,24 @@ class TaskConfig(TrainConfig):
     def peak_learning_rate(self) -> float:
         """`learning_rate`, scaled to `batch_size` by `learning_rate_rule`.
 
-        The rules are heuristics for a batch that is k times larger. Linear: one step should move the weights as far as
-        k steps did (Goyal et al., "Accurate, large minibatch SGD", 2017; with a warm-up). Square root: the gradient's
-        noise falls with sqrt(k), and Adam divides by the noise (Malladi et al., "On the SDEs and scaling rules for
-        adaptive gradient algorithms", 2022).
+        The rules are heuristics for a batch that is k times as large. With the linear rule, one step should change the
+        weights as much as k steps did (Goyal et al., "Accurate, large minibatch SGD", 2017, who add a warm-up). The
+        square root rule is based on Adam, which divides by the gradient's noise. This noise falls with sqrt(k) (Malladi
+        et al., "On the SDEs and scaling rules for adaptive gradient algorithms", 2022).
         """
         times = self.batch_size / self.learning_rate_batch
         return self.learning_rate * {"fixed": 1.0, "linear": times, "sqrt": times**0.5}[self.learning_rate_rule]
 
     @property
     def names_classes(self) -> bool:
-        """Whether any part of the training run is specified by its import path."""
+        """Whether the task, the model, the loss or a component of the training is specified by an import path."""
         if is_import_path(self.task):
             return True
         return super().names_classes or self.model.imported is not None or self.loss is not None
 
     @property
     def has_tokens(self) -> bool:
-        """Whether the corpus contains tokens, so that no tokenizer is applied to it."""
+        """Whether the corpus already contains tokens, so that it does not need a tokenizer."""
         return self.corpus.startswith("bin:")
 
     @property
@@ -516,7 +517,7 @@ class TaskConfig(TrainConfig):
 
     @property
     def label(self) -> str:
-        """The kind of the corpus: suffix of the default run name, after the timestamp."""
+        """The corpus kind, which is the suffix of the default run name, after the timestamp."""
         return self.corpus.partition(":")[0]
 
     @property
@@ -534,8 +535,8 @@ class TaskConfig(TrainConfig):
     def _backend_is_in_pytorchs_packages(cls, value: Any) -> Any:
         if value == "mpi":
             raise ValueError(
-                "'backend' mpi requires a PyTorch that was built from source with an MPI library; the published "
-                "packages do not contain MPI. Use backend=auto: nccl between GPUs, otherwise gloo"
+                "'backend' = mpi requires a PyTorch that was built from source with an MPI library, because the "
+                "published packages do not contain MPI. Use backend=auto, which selects nccl or gloo"
             )
         return value
 
@@ -552,13 +553,16 @@ class TaskConfig(TrainConfig):
             and "lr" in self.optimizer["args"]
         ):
             raise ValueError(
-                f"'learning_rate_rule' {self.learning_rate_rule} scales 'learning_rate', which 'optimizer.args.lr' "
-                "replaces: remove 'optimizer.args.lr', or set learning_rate_rule=fixed"
+                f"'optimizer.args.lr' overrides 'learning_rate', so 'learning_rate_rule' = {self.learning_rate_rule} "
+                "has no effect: remove 'optimizer.args.lr', or set learning_rate_rule=fixed"
             )
         return self
 
     @model_validator(mode="after")
     def _samples_have_numbers(self) -> "TaskConfig":
         if self.strategy == "invariant" and self.source.kind == "streamed":
-            raise ValueError("'strategy' invariant requires access by index, which source.kind=streamed does not have")
+            raise ValueError(
+                "'strategy' = invariant requires random access to the samples, which source.kind=streamed does not "
+                "support. Use a different source or strategy"
+            )
         return self

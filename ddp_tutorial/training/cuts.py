@@ -1,4 +1,4 @@
-"""Choose the cuts of a pipeline with `pipeline.split: measured`, and record them as `pipeline.cuts` of the run.
+"""Choose pipeline cuts for `pipeline.split=measured`, and record the cuts in the run's setting `pipeline.cuts`.
 
 A run that resumes uses the recorded cuts and does not measure again.
 """
@@ -26,9 +26,9 @@ def is_unmeasured(config: TrainConfig, ranks: int) -> bool:
 
 
 def with_recorded_cuts(config: TrainConfig, world: World, ranks: int) -> TrainConfig:
-    """Return `config` with the cuts of the checkpoint from which it resumes on `ranks` ranks, if there are any.
+    """Return `config` with the pipeline cuts that are recorded in the checkpoint from which the run resumes.
 
-    Collective. Cuts for a different number of stages are not used.
+    Collective. If the checkpoint contains no cuts for the number of stages on `ranks` ranks, `config` is unchanged.
     """
     if not is_unmeasured(config, ranks):
         return config
@@ -40,9 +40,9 @@ def with_recorded_cuts(config: TrainConfig, world: World, ranks: int) -> TrainCo
 
 
 def with_measured_cuts(config: TrainConfig, model: nn.Module, source: Source, loss: Loss, world: World) -> TrainConfig:
-    """Return `config` with the cuts of the run from which it resumes. Otherwise, rank 0 measures them. Collective.
+    """Return `config` with recorded cuts if the run resumes, and with cuts that rank 0 measures otherwise. Collective.
 
-    Rank 0 measures its first micro-batch. The position of `source` does not change.
+    The measurement uses rank 0's first micro-batch. The position of `source` does not change.
     """
     config = with_recorded_cuts(config, world, world.size)
     if not is_unmeasured(config, world.size):
@@ -61,5 +61,5 @@ def with_measured_cuts(config: TrainConfig, model: nn.Module, source: Source, lo
 
 
 def with_cuts(config: TrainConfig, cuts: Sequence[str]) -> TrainConfig:
-    """Return `config` with these cuts of the pipeline."""
+    """Return `config` with these pipeline cuts."""
     return config.model_copy(update={"pipeline": config.pipeline.model_copy(update={"cuts": tuple(cuts)})})

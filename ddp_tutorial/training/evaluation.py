@@ -1,4 +1,4 @@
-"""Loss and metrics on the validation samples. The set of samples does not depend on the number of ranks."""
+"""Compute the loss and metrics on validation samples, which do not depend on the number of ranks."""
 
 import math
 from collections.abc import Mapping
@@ -32,15 +32,15 @@ def evaluate(
     precision: Precision | None = None,
     metrics: Mapping[str, MakeMetric] | None = None,
 ) -> dict[str, float]:
-    """Return the mean loss and metrics over the first `count` validation samples, or over all if there are fewer.
+    """Return the mean loss and metrics over the first `count` validation samples, or all samples if there are fewer.
 
     Collective. Each rank evaluates different samples, `batch_size` at a time, without padding. The result is the sum
-    over all samples divided by their count. A rank with fewer batches than rank 0 runs one more forward pass and
-    discards its result, because with sharded weights a forward pass is collective. The mode of each module and all
-    random number generators are restored, so that evaluation does not affect training.
+    over all samples divided by their count. With sharded weights, a forward pass is collective. Therefore, a rank with
+    fewer batches than rank 0 runs an additional forward pass and discards the result. The mode of each module and all
+    random number generators are restored, so evaluation does not affect training.
 
     Raises:
-        ConfigError: If a metric in `metrics` has the name of a metric that the loss returns, or is not a number.
+        ConfigError: If the loss also returns a metric with a name in `metrics`, or if a metric is not a number.
     """
     metrics = metrics or {}
     updated = {name: make() for name, make in metrics.items()}
@@ -69,9 +69,7 @@ def evaluate(
     totals = {name: [sum(each[name][i] for each in of_ranks if name in each) for i in range(2)] for name in names}
     means = {name: total / counted if counted else math.nan for name, (total, counted) in totals.items()}
     if both := means.keys() & metrics:
-        raise ConfigError(
-            f"the loss returns {sorted(both)[0]!r}, and 'metrics' contains it as well: rename one of them"
-        )
+        raise ConfigError(f"the loss and 'metrics' both define the metric {sorted(both)[0]!r}: rename one of them")
     return means | {
         name: value_of(name, metric, [states[name] for _, states in gathered if states])
         for name, metric in updated.items()

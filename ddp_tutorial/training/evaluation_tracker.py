@@ -1,4 +1,4 @@
-"""Track the evaluations of a run: find the best, detect a lack of progress, and keep the best weights."""
+"""Track a run's evaluations, to keep the best weights and to detect a lack of progress."""
 
 import shutil
 from collections.abc import Mapping
@@ -16,11 +16,11 @@ from ddp_tutorial.world import World
 
 
 class EvaluationTracker:
-    """The evaluations of a run, and the decisions that `config.best` and `config.early_stopping` derive from them.
+    """A run's evaluations, and the decisions based on `config.best`, `config.target_loss` and `config.early_stopping`.
 
-    The decisions depend only on the evaluations, which are part of the checkpoint. So a resumed run makes the same
-    decisions as an uninterrupted run. With `config.best_model`, rank 0 keeps the weights of the best evaluation in the
-    run folder.
+    The decisions depend only on the evaluations, which are part of the checkpoint. Therefore, a resumed run makes
+    the same decisions as an uninterrupted run. With `config.best_model`, rank 0 keeps the weights of the best
+    evaluation in the run folder.
     """
 
     def __init__(self, world: World, run: RunFolder, config: TrainConfig, rule: StoppingRule) -> None:
@@ -44,7 +44,7 @@ class EvaluationTracker:
         return best_step(self.values, self.config.best.mode)
 
     def add(self, step: int, means: Mapping[str, float], model: nn.Module) -> str:
-        """Add an evaluation, keep `model` if it is the best, and return the reason to stop, or ""."""
+        """Add an evaluation, save `model` if the evaluation is the best, and return the reason to stop, or ""."""
         self.evaluations[step] = dict(means)
         best = self.step  # computed on every rank, so that all ranks raise if the metric is wrong
         if self.config.best_model and self.world.is_main and best == step:
@@ -65,11 +65,11 @@ class EvaluationTracker:
         return "early_stopping.rule returned true" if options.rule else f"no improvement since step {self.step}"
 
     def saved_steps(self) -> list[int]:
-        """Return the steps whose weights are in the run folder: at most one."""
+        """Return the steps whose weights are saved in the run folder (at most one step)."""
         return sorted(int(folder.name.removeprefix("step_")) for folder in self.run.best.glob("step_*"))
 
     def rewind(self, step: int, evaluations: Mapping[int, Mapping[str, float]]) -> None:
-        """Return to `step` and its `evaluations`. Rank 0 removes the weights of later steps from the run folder."""
+        """Restore the `evaluations` up to `step`. Rank 0 removes the weights of later steps from the run folder."""
         self.evaluations = {each: dict(means) for each, means in evaluations.items()}
         self.is_over = bool(self.reason_to_stop())
         if self.world.is_main:

@@ -1,4 +1,4 @@
-"""Load, evaluate, sample from and export the model of a run."""
+"""Load, evaluate, sample from and export a run's model."""
 
 import io
 import json
@@ -24,7 +24,7 @@ from ddp_tutorial.world import World, choose_device
 
 
 def config_of(run: str | Path) -> TaskConfig:
-    """Return the settings of a run. Raise `ConfigError` if `run` is not a run, or not a run of a task."""
+    """Return a run's settings. Raise `ConfigError` if `run` is not a run folder, or if a script trained the model."""
     path = folder_of(run).config
     content = json.loads(path.read_text())
     if "corpus" not in content:
@@ -36,31 +36,31 @@ def config_of(run: str | Path) -> TaskConfig:
 
 
 def _without_imports(config: TaskConfig, run: str | Path) -> TaskConfig:
-    """Return `config`. Raise `ConfigError` if it imports its model: a file must not decide what is executed."""
+    """Return `config`. Raise `ConfigError` if it imports its model, because a file must not specify code to run."""
     imported = config.model.imported["class"] if config.model.imported else config.task
     if config.model.imported or is_import_path(config.task):
         raise ConfigError(
-            f"{run} was trained with the model of {imported}, and loading a run never imports its code; construct the "
+            f"{run} was trained with the model {imported}, and loading a run never imports its code; construct the "
             "model, and pass it to ddp_tutorial.load"
         )
     return config
 
 
 def load(run: str | Path, model: nn.Module | None = None, *, best: bool = False) -> nn.Module:
-    """Return a run's final model in evaluation mode. An unfinished run has the model of its newest valid checkpoint.
+    """Return a run's final model, or the model of the run's newest valid checkpoint, in evaluation mode.
 
     Args:
         run: The directory of the run.
         model: A model of the same architecture to load the weights into. A run of a task needs no `model`.
-        best: Load the weights that `best_model` kept instead.
+        best: Load the best weights, which `best_model` saved, instead of the final weights.
 
     Raises:
-        ConfigError: If the run has no such model.
+        ConfigError: If the run folder does not contain the model.
     """
     folder = folder_of(run)
     kept = sorted(folder.best.glob("step_*"))
     if best and not kept:
-        raise ConfigError(f"{folder.path} has no best model; train with best_model=true")
+        raise ConfigError(f"{folder.path} does not contain a best model; train with best_model=true")
     if best or folder.model.is_dir():
         where = kept[-1] if best else folder.model
         if model is None:
@@ -72,14 +72,17 @@ def load(run: str | Path, model: nn.Module | None = None, *, best: bool = False)
         return model.eval()
     found, _ = latest_valid(World(), folder.checkpoints)
     if found is None:
-        raise ConfigError(f"{folder.path} has no model and no valid checkpoint; finish the run, or save checkpoints")
+        raise ConfigError(
+            f"{folder.path} contains neither a model nor a valid checkpoint; finish the run, or rerun it with "
+            "checkpoint.every=100"
+        )
     model = model or task_of(config := _without_imports(config_of(run), run)).model(config)
     load_state(model, stored(found, "model"))
     return model.eval()
 
 
 def evaluate(run: str | Path, *, samples: int | None = None, best: bool = False) -> dict[str, Any]:
-    """Return the loss on the first `samples` validation samples, by default those of training, in one process.
+    """Return the loss on the first `samples` validation samples, by default `eval_samples`, in one process.
 
     The loss is in nats per token. The result also contains the perplexity and the loss in bits per token. With
     tokenizer bytes, a token is one byte.
@@ -109,10 +112,10 @@ def sample(
     """Return `prompt` followed by `length` tokens that the run's model generates.
 
     Raises:
-        ConfigError: If the prompt is empty, if the run has no model of task gpt, or if its tokens are not text.
+        ConfigError: If the prompt is empty, if the run's model is not a GPT, or if its tokens cannot be decoded.
     """
     if not prompt:
-        raise ConfigError("the prompt must have at least one character, got an empty one")
+        raise ConfigError("the prompt must contain at least one character, got an empty prompt")
     model = load(run, best=best)
     if not isinstance(model, GPT):
         raise ConfigError(f"{run} did not train a language model; only a run of task gpt can generate text")
@@ -128,9 +131,12 @@ def sample(
 
 
 def export(run: str | Path, folder: Path, *, best: bool = False) -> None:
-    """Write the model to a new `folder`, as safetensors and JSON. `GPT.from_pretrained(folder)` loads it.
+    """Write a run's model to a new `folder`, as safetensors and JSON. `GPT.from_pretrained(folder)` loads it.
 
-    The file `training.json` in `folder` contains the settings of the run. Raises `ConfigError` if `folder` exists.
+    The file `training.json` in `folder` contains the run's settings.
+
+    Raises:
+        ConfigError: If `folder` exists, or if the run's model cannot be loaded.
     """
     config, model = config_of(run), load(run, best=best)
     try:

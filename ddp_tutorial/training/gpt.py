@@ -1,7 +1,10 @@
-"""A small GPT in plain PyTorch: token and position embeddings, blocks of causal attention and an MLP, a tied head.
+"""Define a small GPT in plain PyTorch.
 
-The architecture is that of GPT-2 (Radford et al., 2019), without biases in linear layers. `save_pretrained` and
-`from_pretrained` come from the mixin of huggingface_hub: they use safetensors and a config.json, nothing executable.
+The GPT consists of token and position embeddings, blocks with causal attention and an MLP, and a tied output head.
+
+The architecture is that of GPT-2 (Radford et al., 2019), without biases in linear layers. The mixin from
+huggingface_hub defines `save_pretrained` and `from_pretrained`. These methods use safetensors and a config.json, and do
+not execute code from files.
 """
 
 import math
@@ -15,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 
 
 class Attention(nn.Module):
-    """Causal self-attention over `heads` heads: [batch, time, width] -> the same shape."""
+    """Causal self-attention with `heads` heads, from [batch, time, width] to the same shape."""
 
     def __init__(self, width: int, heads: int, dropout: float) -> None:
         """Create the projections. `width` must be a multiple of `heads`."""
@@ -25,7 +28,7 @@ class Attention(nn.Module):
         self.project = nn.Linear(width, width, bias=False)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Return the attention output of `x`."""
+        """Return the attention output for `x`."""
         batch, time, width = x.shape
         # [batch, time, 3 * width] -> three of [batch, heads, time, width / heads]
         q, k, v = self.qkv(x).view(batch, time, 3, self.heads, width // self.heads).permute(2, 0, 3, 1, 4)
@@ -54,7 +57,7 @@ class Block(nn.Module):
 
 
 class _Embed(nn.Module):
-    """Tokens [batch, time] -> [batch, time, width]. Its modules are shared with the GPT that created it."""
+    """The embedding of tokens [batch, time] as [batch, time, width]. It shares its modules with a `GPT`."""
 
     def __init__(self, tokens: nn.Embedding, positions: nn.Embedding, dropout: nn.Dropout) -> None:
         super().__init__()
@@ -79,12 +82,12 @@ class _Recomputed(nn.Module):
 class GPT(nn.Module, PyTorchModelHubMixin):
     """A GPT that maps tokens [batch, time] to logits [batch, time, vocab], where time is at most `context`.
 
-    With `recompute`, only the inputs of blocks are stored, and the backward pass recomputes the other activations. This
-    saves memory for about a third more computation (Chen et al., "Training deep nets with sublinear memory cost",
-    2016). The result is bitwise identical, also with dropout.
+    With `recompute`, only the block inputs are stored, and the backward pass recomputes the other activations. This
+    saves memory but requires about a third more computation (Chen et al., "Training deep nets with sublinear memory
+    cost", 2016). The result is bitwise identical, even with dropout.
 
-    The weights depend on the state of torch's random number generator. Call `torch.manual_seed` with the same seed on
-    every rank before, so that all ranks start with the same weights.
+    The weights depend on the state of torch's random number generator. Before you create the
+    model, call `torch.manual_seed` with the same seed on every rank, so that all ranks start with the same weights.
     """
 
     def __init__(
@@ -97,7 +100,7 @@ class GPT(nn.Module, PyTorchModelHubMixin):
         dropout: float = 0.0,
         recompute: bool = False,
     ) -> None:
-        """Create a model with random weights; `heads` must divide `width`."""
+        """Create a model with random weights. `width` must be a multiple of `heads`."""
         super().__init__()
         if width % heads:
             raise ValueError(f"width must be a multiple of heads={heads}, got {width}")
@@ -112,7 +115,7 @@ class GPT(nn.Module, PyTorchModelHubMixin):
         for name, weight in self.named_parameters():
             if name.endswith(
                 "project.weight"
-            ):  # the 2 per layer that add to the residual stream: keep its variance constant
+            ):  # two per layer, which add to the residual stream; keep its variance constant
                 nn.init.normal_(weight, std=0.02 / math.sqrt(2 * layers))
         self.head.weight = self.tokens.weight  # tied: one tensor with two uses, whose gradients are summed
 
@@ -132,7 +135,7 @@ class GPT(nn.Module, PyTorchModelHubMixin):
     def chain(self) -> dict[str, nn.Module]:
         """Return `forward` as a sequence of named modules that a pipeline can split.
 
-        Each module takes the output of the one before. The modules share the parameters of this model.
+        The input of each module is the output of the previous module. The modules share this model's parameters.
         """
         parts: dict[str, nn.Module] = {"tokens": _Embed(self.tokens, self.positions, self.dropout)}
         for number, block in enumerate(self.blocks):
@@ -141,7 +144,7 @@ class GPT(nn.Module, PyTorchModelHubMixin):
 
     @torch.no_grad()
     def generate(self, prompt: torch.Tensor, length: int, temperature: float = 0.8, seed: int = 0) -> torch.Tensor:
-        """Return `prompt` [time] followed by `length` sampled tokens; the same seed gives the same tokens."""
+        """Return `prompt` [time] followed by `length` sampled tokens. The same seed samples the same tokens."""
         was_training, tokens = self.training, prompt
         generator = torch.Generator(prompt.device).manual_seed(seed)
         self.eval()
@@ -155,13 +158,13 @@ class GPT(nn.Module, PyTorchModelHubMixin):
 def loss_sum(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
     """Return the cross-entropy in nats, summed over all targets except -100.
 
-    The result is a sum, because the sums of ranks can be added and their means cannot.
+    The result is a sum, because the sums of several ranks can be added, but their means cannot.
     """
     return F.cross_entropy(logits.flatten(0, -2), targets.flatten(), reduction="sum")
 
 
 def next_token_loss(model: Any, samples: Any) -> tuple[torch.Tensor, int]:
-    """Return the loss of predicting each token from the tokens before it, in nats, summed over all targets.
+    """Return the loss of predicting each token from the previous tokens, in nats, summed over all targets.
 
     Args:
         model: Maps tokens to logits.

@@ -1,4 +1,4 @@
-"""Import the functions and classes that a config names by their import path."""
+"""Import the functions and classes that a config specifies by import path."""
 
 import importlib
 import inspect
@@ -12,15 +12,15 @@ Base = TypeVar("Base")
 
 
 def import_object(name: str, path: str, is_known: Callable[[Any], bool]) -> Any:
-    """Import an object of a module. This executes the module.
+    """Import an object from a module. This executes the module.
 
     Args:
-        name: The setting that contains the path, for the error.
+        name: The setting that contains the path, for the error message.
         path: The module and the name of the object, such as `"torch.optim.SGD"`.
-        is_known: Whether an object may be suggested if there is none of this name.
+        is_known: Returns whether the error message about a missing object may suggest this object instead.
 
     Raises:
-        ConfigError: If the module cannot be imported, or if it does not contain such an object.
+        ConfigError: If the module cannot be imported, or if it does not contain the object.
     """
     module_name, _, attribute = path.rpartition(".")
     try:
@@ -39,7 +39,7 @@ def import_object(name: str, path: str, is_known: Callable[[Any], bool]) -> Any:
 
 
 def import_class(name: str, path: str, base: type[Base]) -> type[Base]:
-    """Import a subclass of `base`; see `import_object`. Raise `ConfigError` if it is not one."""
+    """Import a class; see `import_object`. Raise `ConfigError` if it is not a subclass of `base`."""
 
     def is_class(value: Any) -> bool:
         return isinstance(value, type) and issubclass(value, base)
@@ -51,15 +51,17 @@ def import_class(name: str, path: str, base: type[Base]) -> type[Base]:
 
 
 def import_function(name: str, path: str) -> Callable[..., Any]:
-    """Import a function; see `import_object`. Raise `ConfigError` if it is not one."""
+    """Import a function; see `import_object`. Raise `ConfigError` if the object is not a function."""
     found = import_object(name, path, inspect.isfunction)
     if isinstance(found, type) or not callable(found):
-        raise ConfigError(f"'{name}' must be the import path of a function, got {path!r}, {type(found).__name__}")
+        raise ConfigError(
+            f"'{name}' must be the import path of a function, but {path!r} is of type {type(found).__name__}"
+        )
     return found
 
 
 def import_callable(name: str, setting: str | ClassSetting) -> Callable[..., Any]:
-    """Import a function, or construct an object of a class of functions.
+    """Import a function, or construct a callable object from a class and its arguments.
 
     Raises:
         ConfigError: If the function or the class cannot be imported, or if the class does not accept its arguments.
@@ -68,12 +70,14 @@ def import_callable(name: str, setting: str | ClassSetting) -> Callable[..., Any
         return import_function(name, setting)
     found = construct(name, setting, object)
     if not callable(found):
-        raise ConfigError(f"'{name}.class' must be a class of functions, got {setting['class']!r}: add __call__")
+        raise ConfigError(
+            f"'{name}.class' must be a class with callable instances, got {setting['class']!r}. Define __call__"
+        )
     return found
 
 
 def check_arguments(name: str, setting: ClassSetting, base: type) -> None:
-    """Import the class of a setting, and raise `ConfigError` if its constructor does not accept the arguments.
+    """Import the class of a setting. Raise `ConfigError` if its constructor does not accept the arguments.
 
     The class is not constructed, because a model may be large.
     """
@@ -88,9 +92,9 @@ def construct(name: str, setting: ClassSetting, base: type[Base], *args: Any, **
     """Import the class of a setting and construct an object with the arguments of the setting.
 
     Args:
-        name: The setting, for the error.
-        setting: The path of the class, and its keyword arguments.
-        base: The class of which it must be a subclass.
+        name: The setting, for the error message.
+        setting: The import path of the class, and its keyword arguments.
+        base: The required base class.
         args: Positional arguments.
         defaults: Keyword arguments that the setting may override.
 

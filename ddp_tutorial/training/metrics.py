@@ -1,4 +1,4 @@
-"""Validation metrics that are more than a sum divided by a count, such as the area under the ROC curve."""
+"""Support validation metrics that are not a sum divided by a count, such as the area under the ROC curve."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
@@ -12,18 +12,18 @@ from ddp_tutorial.world import World
 
 
 class Metric(Protocol):
-    """A metric of one evaluation. Each rank updates its own object, and computes the value from all ranks' states."""
+    """A metric for one evaluation. Each rank updates its own object, and computes the value from all ranks' states."""
 
     def update(self, model: Any, batch: Any) -> None:
         """Add a batch. The model is in evaluation mode, and no gradients are recorded."""
         ...
 
     def state(self) -> Any:
-        """Return the accumulated state: tensors, or dicts, lists and tuples of them."""
+        """Return the accumulated state as tensors, or as dicts, lists or tuples of tensors."""
         ...
 
     def compute(self, states: Sequence[Any]) -> Any:
-        """Return a number from the states of all ranks that have samples, in rank order."""
+        """Compute a number from the states of all ranks that have samples, in rank order."""
         ...
 
 
@@ -50,12 +50,12 @@ def check_metrics(world: World, metrics: Mapping[str, MakeMetric] | None) -> dic
 
 
 def state_of(metric: Metric) -> Any:
-    """Return the state of a metric with its tensors on the CPU, so that it can be sent to all ranks."""
+    """Return a metric's state with its tensors on the CPU, ready to be sent to all ranks."""
     return tree_map(lambda value: value.detach().cpu() if torch.is_tensor(value) else value, metric.state())
 
 
 def value_of(name: str, metric: Metric, states: Sequence[Any]) -> float:
-    """Return the value of a metric from the states of the ranks.
+    """Return the value that a metric computes from the states of the ranks.
 
     Raises:
         ConfigError: If the value is not a number.

@@ -1,4 +1,4 @@
-"""The optimizer and the learning rate schedule, chosen by name or passed as objects."""
+"""Create the optimizer and the learning rate schedule, or accept the caller's objects."""
 
 import math
 import warnings
@@ -18,7 +18,7 @@ from ddp_tutorial.training.imported import construct
 from ddp_tutorial.zero.elementwise import require_elementwise
 
 Optimizer = torch.optim.Optimizer
-# An object, or a function that makes it from the model or from the optimizer.
+# An object, or a function that creates the object from the model or from the optimizer.
 OptimizerLike = Optimizer | Callable[[nn.Module], Optimizer]
 SchedulerLike = LRScheduler | Callable[[Optimizer], LRScheduler]
 SomeConfig = TypeVar("SomeConfig", bound=TrainConfig)
@@ -28,7 +28,7 @@ OPTIMIZERS: dict[str, tuple[Callable[..., Optimizer], dict[str, Any]]] = {
     "sgd": (torch.optim.SGD, {"momentum": 0.9}),
 }
 
-# The remaining fraction of the decay, after the fraction `done` of its steps.
+# The remaining fraction of the decay, when the fraction `done` of its steps is complete.
 SCHEDULES: dict[str, Callable[[float], float]] = {
     "cosine": lambda done: (1 + math.cos(math.pi * done)) / 2,
     "linear": lambda done: 1 - done,
@@ -37,10 +37,10 @@ SCHEDULES: dict[str, Callable[[float], float]] = {
 
 
 def make_optimizer(model: nn.Module, config: TrainConfig) -> Optimizer:
-    """Return the optimizer that `config` names, for the trainable parameters.
+    """Return the optimizer that `config` specifies, for the trainable parameters.
 
-    AdamW and SGD are fused, unless a parameter is complex: torch has no fused kernel for complex numbers. A class that
-    `config` names by its import path gets no options except the learning rate and its own arguments.
+    AdamW and SGD are fused, unless a parameter is complex, because torch has no fused kernel for complex numbers. A
+    class that `config` specifies by import path only receives the learning rate and its own arguments.
 
     Raises:
         ConfigError: If the class cannot be imported, is not an optimizer, or does not accept its arguments.
@@ -54,7 +54,7 @@ def make_optimizer(model: nn.Module, config: TrainConfig) -> Optimizer:
 
 
 def parameter_groups(model: nn.Module, config: TrainConfig) -> list[dict[str, Any]]:
-    """Return the trainable parameters in two groups: matrices with weight decay, norms and biases without it."""
+    """Return the trainable parameters in two groups. The second group, norms and biases, has no weight decay."""
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     matrices, vectors = [p for p in trained if p.dim() >= 2], [p for p in trained if p.dim() < 2]
     return [{"params": matrices, "weight_decay": config.weight_decay}, {"params": vectors, "weight_decay": 0.0}]
@@ -64,7 +64,7 @@ def make_scheduler(optimizer: Optimizer, config: TrainConfig) -> LRScheduler:
     """Return the learning rate schedule that `config` describes.
 
     Raises:
-        ConfigError: If its class cannot be imported, is not a schedule, or does not accept its arguments.
+        ConfigError: If the schedule's class cannot be imported, is not a schedule, or does not accept its arguments.
     """
     if config.scheduler is not None:
         scheduler = construct("scheduler", config.scheduler, LRScheduler, optimizer)
@@ -76,10 +76,10 @@ def make_scheduler(optimizer: Optimizer, config: TrainConfig) -> LRScheduler:
 
 
 def config_for(optimizer: OptimizerLike | None, config: SomeConfig) -> SomeConfig:
-    """Return the config without the default schedule and clipping if `optimizer` is the caller's own.
+    """Return the config, without the default schedule and clipping if the caller passes an `optimizer`.
 
-    The schedule with its warm-up, and clipping, then apply only if the caller has set one of their settings. A setting
-    counts as set even if its value is the default.
+    In that case, the schedule (with its warm-up) and clipping apply only if the caller has set one of their settings. A
+    setting counts as set even if its value is the default.
     """
     if optimizer is None:
         return config
@@ -92,10 +92,10 @@ def config_for(optimizer: OptimizerLike | None, config: SomeConfig) -> SomeConfi
 
 
 def resolve_optimizer(optimizer: OptimizerLike, model: nn.Module) -> Optimizer:
-    """Return an optimizer, or the one that a function of the model returns.
+    """Return `optimizer`, or the optimizer that it returns if it is a function of the model.
 
     Raises:
-        ConfigError: If `optimizer` is neither.
+        ConfigError: If the result is not an optimizer.
     """
     if callable(optimizer) and not isinstance(optimizer, type):
         optimizer = optimizer(model)
@@ -105,20 +105,23 @@ def resolve_optimizer(optimizer: OptimizerLike, model: nn.Module) -> Optimizer:
         fix = "use one optimizer with several parameter groups, torch.optim.SGD([{'params': ..., 'lr': ...}, ...])"
     else:
         fix = "construct it, torch.optim.SGD(model.parameters(), lr=0.1), or pass a function that constructs it"
-    raise ConfigError(f"'optimizer' must be an Optimizer or a function of the model, {_got(optimizer)}: {fix}")
+    raise ConfigError(
+        "'optimizer' must be an Optimizer or a function that takes the model and returns an Optimizer, "
+        f"{_got(optimizer)}: {fix}"
+    )
 
 
 def resolve_scheduler(scheduler: SchedulerLike, optimizer: Optimizer) -> LRScheduler:
-    """Return a schedule, or the one that a function of the optimizer returns.
+    """Return `scheduler`, or the schedule that it returns if it is a function of the optimizer.
 
     Raises:
-        ConfigError: If `scheduler` is neither, or if it requires a validation loss.
+        ConfigError: If the result is not a schedule, or if it requires a validation loss.
     """
     found = scheduler(optimizer) if callable(scheduler) else scheduler
     if not isinstance(found, LRScheduler):
         raise ConfigError(
-            f"'scheduler' must be an LRScheduler or a function of the optimizer, {_got(found)}: "
-            "chain several schedules with torch.optim.lr_scheduler.SequentialLR"
+            "'scheduler' must be an LRScheduler or a function that takes the optimizer and returns an LRScheduler, "
+            f"{_got(found)}: chain several schedules with torch.optim.lr_scheduler.SequentialLR"
         )
     require_no_metric(found)
     return found
@@ -129,16 +132,16 @@ def _got(value: object) -> str:
 
 
 def require_no_metric(scheduler: LRScheduler) -> None:
-    """Raise `ConfigError` for `ReduceLROnPlateau`, which depends on evaluations instead of the step."""
+    """Raise `ConfigError` for `ReduceLROnPlateau`, which depends on evaluations rather than on the step."""
     if isinstance(scheduler, ReduceLROnPlateau):
         raise ConfigError(
-            "ReduceLROnPlateau is not supported: a step updates the schedule, and ReduceLROnPlateau requires a "
-            "validation loss. Use a schedule that depends on the step, such as torch.optim.lr_scheduler.StepLR"
+            "ReduceLROnPlateau is not supported: it requires a validation loss, but the schedule is updated after "
+            "every step. Use a schedule that depends only on the step, such as torch.optim.lr_scheduler.StepLR"
         )
 
 
 def check_update(config: TrainConfig) -> None:
-    """Raise `ConfigError` if the optimizer or the schedule of `config` cannot be constructed, without the model."""
+    """Raise `ConfigError` if the optimizer or the schedule of `config` cannot be constructed. No model is required."""
     optimizer = make_optimizer(nn.Linear(4, 4, bias=False), config)
     make_scheduler(optimizer, config)
     if config.strategy in {"zero2", "zero3"}:
@@ -146,7 +149,7 @@ def check_update(config: TrainConfig) -> None:
 
 
 def learning_rate_factor(config: TrainConfig) -> Callable[[int], float]:
-    """Return the learning rate factor as a function of the step.
+    """Return a function that maps a step to its learning rate factor.
 
     The factor rises linearly during the warm-up, then falls to `final_lr_fraction` at the last step.
     """
@@ -164,28 +167,28 @@ def learning_rate_factor(config: TrainConfig) -> Callable[[int], float]:
 def check_optimizer(optimizer: Optimizer, model: nn.Module) -> None:
     """Raise `ConfigError` unless `optimizer` fits `model`.
 
-    The optimizer must have all trainable parameters of the model, must have no tensors that the model does not have,
-    and must step without a closure.
+    The optimizer must contain all trainable parameters of the model, and no tensors that are not parameters of the
+    model. Its `step` must not require a closure.
     """
     require_no_closure(optimizer)
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
     if foreign := held - names.keys():
         raise ConfigError(
-            f"the optimizer has {len(foreign)} tensors that are not parameters of the model. Create it from the model "
-            "to train: torch.optim.SGD(model.parameters(), ...)"
+            f"the optimizer contains {len(foreign)} tensors that are not parameters of the model. Create it from the "
+            "model to train: torch.optim.SGD(model.parameters(), ...)"
         )
     missing = [name for name, p in model.named_parameters() if p.requires_grad and id(p) not in held]
     if missing:
         raise ConfigError(
-            f"the optimizer lacks parameter {missing[0]!r}" + (f" and {len(missing) - 1} others" if missing[1:] else "")
-            + ": add it to a group, or freeze it with requires_grad_(False)"
-        )  # fmt: skip
+            f"the optimizer must contain all trainable parameters, but lacks {len(missing)} of them, starting with "
+            f"{missing[0]!r}: add every missing parameter to a group, or freeze it with requires_grad_(False)"
+        )
 
 
 @dataclass(frozen=True)
 class OptimizerOptions:
-    """The options of an optimizer and its schedule, without the state that changes during training."""
+    """The options of an optimizer and its schedule, excluding the state that changes during training."""
 
     groups: list[dict[str, Any]]  # per parameter group: weight decay, learning rate, ...
     schedule: dict[str, Any]  # the schedule's state before the first step
@@ -197,7 +200,7 @@ class OptimizerOptions:
         return cls(deepcopy(groups), deepcopy(scheduler.state_dict()))
 
     def restore(self, optimizer: Optimizer, scheduler: LRScheduler) -> None:
-        """Restore these options in an optimizer and a schedule that were loaded from a checkpoint.
+        """Apply these options to an optimizer and a schedule that were loaded from a checkpoint.
 
         The optimizer keeps its moving averages. The schedule is reset and stepped to its current step.
         """

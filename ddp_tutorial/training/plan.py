@@ -1,4 +1,4 @@
-"""Describe a run without running it, for `train CONFIG --dry-run`. Nothing is written, and no rank is started."""
+"""Describe a run without running it, for `train CONFIG --dry-run`. No files are written, and no ranks are started."""
 
 import json
 import math
@@ -26,15 +26,15 @@ from ddp_tutorial.world import World, choose_backend, choose_device, is_launched
 from ddp_tutorial.zero.memory import bytes_gathered, bytes_sent, model_state_bytes
 
 DEFAULT = "default"
-OPTIMIZER_BYTES = {"adamw": 8, "sgd": 4}  # per parameter: two moving averages, or one, in float32
+OPTIMIZER_BYTES = {"adamw": 8, "sgd": 4}  # per parameter, for two float32 moving averages (adamw) or one (sgd)
 
 
 def plan(config: TaskConfig, layers: Iterable[Layer], environ: Mapping[str, str] = os.environ) -> dict[str, Any]:
-    """Return the plan of a run: settings and their origins, world, batch, work, memory, communication, directory.
+    """Return a run's plan, from its settings and their origins to its memory, communication and directory.
 
     Args:
         config: The config of the run.
-        layers: The layers that `config` was made from.
+        layers: The layers that were merged into `config`.
         environ: The environment variables, which specify the world if torchrun or Slurm started this process.
 
     Raises:
@@ -93,8 +93,9 @@ def settings(config: TaskConfig, layers: Iterable[Layer], used: TaskConfig | Non
 
     Args:
         config: The config.
-        layers: The layers that `config` was made from.
-        used: `config` with `steps` and `batch_size` computed from their alternatives, which are then their origin.
+        layers: The layers that were merged into `config`.
+        used: `config` with `steps` and `batch_size` computed from their alternatives. The alternatives are reported as
+            the origin.
     """
     set_by: dict[str, str] = {}
     for origin, values in layers:
@@ -107,12 +108,12 @@ def settings(config: TaskConfig, layers: Iterable[Layer], used: TaskConfig | Non
 
 
 def memory(config: TaskConfig, samples: int, ranks: int = 1) -> dict[str, int]:
-    """Estimate the bytes that one rank needs.
+    """Estimate the memory in bytes that one rank needs.
 
-    The estimate contains four bytes per parameter and per gradient, and the optimizer state. A strategy that shards
-    them divides them by the number of ranks per replica, and adds the weights that a rank gathers temporarily. The
-    activations that the forward pass saves for backward are computed on torch's meta device, without data. Attention
-    may need less. Python and torch need about 300 MB more on a CPU.
+    The estimate contains four bytes per parameter and per gradient, and the optimizer state. A sharding strategy
+    divides this memory by the number of ranks per replica, and adds the weights that a rank gathers temporarily. The
+    size of the saved activations is measured on torch's meta device, which allocates no memory. Attention may need less
+    memory than estimated. Python and torch need about 300 MB more on a CPU.
 
     Args:
         config: The config of the run.
@@ -120,8 +121,8 @@ def memory(config: TaskConfig, samples: int, ranks: int = 1) -> dict[str, int]:
         ranks: The number of ranks.
 
     Returns:
-        The bytes by purpose and in `total`; for a pipeline, of the rank that needs the most. `parameters` is the
-        number of parameters of the whole model.
+        The bytes by purpose, and their `total`. For a pipeline, these are the bytes of the rank that needs the most
+        memory. `parameters` is the number of parameters of the full model.
     """
     task = task_of(config)
     with torch.device("meta"):
@@ -133,7 +134,7 @@ def memory(config: TaskConfig, samples: int, ranks: int = 1) -> dict[str, int]:
         held = max((rank["memory"] for rank in stages_of_ranks(config, samples, ranks)), key=_total)
     else:
         span = mesh_of(config, ranks).span
-        # with local steps, each rank has the whole model too
+        # with local steps, each rank also stores the full model
         kind = "ddp" if config.strategy in LOCAL else config.strategy
         held = model_state_bytes(kind, parameters, span, optimizer_bytes(config))
         held |= {"gathered": bytes_gathered(kind, model) if span > 1 else 0, "activations": kept.nbytes}
@@ -143,7 +144,7 @@ def memory(config: TaskConfig, samples: int, ranks: int = 1) -> dict[str, int]:
 
 
 def stages_of_ranks(config: TaskConfig, samples: int, ranks: int) -> list[dict[str, Any]]:
-    """Return, for each rank of a pipeline, its parameters, its memory by purpose, and the bytes it sends in a step.
+    """For each rank of a pipeline, return its parameters, its memory by purpose, and the bytes that it sends in a step.
 
     `samples` is the number of samples in a micro-batch. Memory is in bytes.
     """
@@ -159,7 +160,7 @@ def stages_of_ranks(config: TaskConfig, samples: int, ranks: int) -> list[dict[s
 
 
 def optimizer_bytes(config: TrainConfig) -> int:
-    """Return the bytes that the optimizer keeps for each parameter. A class is measured in a step of a small matrix."""
+    """Return the optimizer state in bytes per parameter. For an imported class, measure a step on a small matrix."""
     if isinstance(config.optimizer, str):
         return OPTIMIZER_BYTES[config.optimizer]
     model = nn.Linear(64, 64, bias=False)
@@ -184,7 +185,7 @@ def step_bytes_sent(config: TaskConfig, parameters: int, ranks: int, micro_batch
 
 
 def total_memory(device: str, ranks: int) -> int:
-    """Return the bytes of memory for `ranks` ranks on this machine: its main memory, or that of `ranks` GPUs."""
+    """Return the memory in bytes that this machine has for `ranks` ranks, in main memory or on `ranks` GPUs."""
     if device == "cuda":
         return sum(
             torch.cuda.get_device_properties(number).total_memory
@@ -211,11 +212,11 @@ def as_text(found: Mapping[str, Any]) -> str:
     unit = found["unit"]
     world, batch, work, memory = (found[key] for key in ("world", "batch", "work", "memory_per_rank"))
     ranks = "1 rank" if world["ranks"] == 1 else f"{world['ranks']} ranks"
-    mesh = f"; copies of the model: {world['copies']}, of {world['ranks_per_copy']} ranks" if "copies" in world else ""
+    mesh = f"; model replicas: {world['copies']}, on {world['ranks_per_copy']} ranks each" if "copies" in world else ""
     parts, samples = batch["micro_batches_per_rank"], batch["samples_per_micro_batch"]
     micro = f"{samples} samples" if parts == 1 else f"{parts} micro-batches of {samples} samples"
     here, stages = found["memory_here"], found.get("ranks_of_a_pipeline")
-    who, most = ("the rank that needs most", "at most") if stages else ("each rank", "about")
+    who, most = ("the rank that needs the most", "at most") if stages else ("each rank", "about")
     lines += [
         "",
         f"world    {ranks} on {world['device']}, {world['backend']}, started by {world['started_by']}{mesh}",
@@ -225,7 +226,7 @@ def as_text(found: Mapping[str, Any]) -> str:
         f"memory   about {format_bytes(memory['total'])} for {who}: {memory['parameters']:,} parameters, "
         f"{format_bytes(memory['activations'])} of activations; this machine has {format_bytes(here['there'])}",
         f"sends    {most} {format_bytes(found['sent_per_rank_and_step'])} from each rank in each step",
-        f"writes   {found['directory']}/ (nothing now: this is a dry run)",
+        f"writes   {found['directory']}/ (not written in a dry run)",
     ]
     if stages:
         of_ranks = [

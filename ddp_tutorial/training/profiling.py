@@ -1,7 +1,7 @@
 """Run PyTorch's profiler for a few steps on every rank, and record the timeline of all ranks.
 
-The run folder then contains `profile/rank_0.json.gz`, `profile/rank_1.json.gz`, ... with every operator, as PyTorch
-writes them, and `profile/timeline.json` with the phases of all ranks on one clock. Open either in chrome://tracing or
+The run folder then contains `profile/rank_0.json.gz`, `profile/rank_1.json.gz`, ... with all operators, in PyTorch's
+format, and `profile/timeline.json` with the phases of all ranks on one clock. Open these files in chrome://tracing or
 https://ui.perfetto.dev. `python -m ddp_tutorial logs timeline RUN` draws the timeline.
 """
 
@@ -19,7 +19,7 @@ from ddp_tutorial.world import World
 
 
 class StepProfiler:
-    """Profile the steps from `first` to `last`, counted from 1. Nothing is profiled if `last` is less than `first`.
+    """A profiler for the steps from `first` to `last`, counted from 1. It is disabled if `last` is less than `first`.
 
     Call `before` and `after` around each step, on all ranks.
     """
@@ -31,11 +31,11 @@ class StepProfiler:
 
         Args:
             world: This rank's world.
-            run: Folder of the run.
-            first: First step to profile.
-            last: Last step to profile.
-            link: The link that carries the gradients; None if PyTorch sends them.
-            options: Options of `torch.profiler.profile`.
+            run: The run folder.
+            first: The first step to profile.
+            last: The last step to profile.
+            link: The link that sends the gradients, or None if PyTorch sends them.
+            options: The options of `torch.profiler.profile`.
         """
         self.world, self.run, self.first, self.last, self.link = world, run, first, last, link
         self.options = options
@@ -43,7 +43,7 @@ class StepProfiler:
         self._watching = ExitStack()
 
     def before(self, step: int) -> None:
-        """Start profiling if `step` is the first. A run that resumes after the first step profiles nothing."""
+        """Start profiling if `step` is the first step to profile. A run that resumes later does not profile."""
         if step != self.first or self.first > self.last:
             return
         activities = [ProfilerActivity.CPU]
@@ -57,7 +57,7 @@ class StepProfiler:
             self._watching.callback(setattr, self.link, "observer", None)
 
     def after(self, step: int) -> None:
-        """Write the profile if `step` is the last. Collective in that step."""
+        """Write the profile if `step` is the last step to profile. Collective in that step."""
         if self._recorder is None or step != self.last:
             return
         recorder, self._recorder = self._recorder, None
@@ -81,5 +81,5 @@ class StepProfiler:
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Stop profiling; unless all steps were profiled, nothing is written."""
+        """Stop profiling. The profile is written only if all steps were profiled."""
         self._watching.close()

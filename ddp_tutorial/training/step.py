@@ -36,20 +36,21 @@ def make_train_step(
 ) -> TrainStep:
     """Return the training step that `config` describes. Collective.
 
-    Moves `model` to this rank's device and gives it rank 0's weights.
+    This function moves `model` to this rank's device and broadcasts rank 0's weights.
 
     Args:
         model: The model, on the CPU or on this rank's device.
         source: The source of micro-batches.
         loss: Returns a sum and a count; see `accumulation.loss`.
         world: The ranks.
-        config: Chooses the strategy, and the optimizer and the schedule unless they are given.
-        optimizer: An optimizer of `model`, or a function that makes one from the model. With it, the schedule and
-            clipping of `config` apply only if `config` sets them explicitly.
-        scheduler: A schedule of the optimizer, or a function that makes one from the optimizer.
+        config: Specifies the strategy and, unless they are passed, the optimizer and the schedule.
+        optimizer: An optimizer of `model`, or a function that takes the model and returns an optimizer. If `optimizer`
+            is passed, the schedule and clipping of `config` apply only if `config` sets them explicitly.
+        scheduler: A schedule of the optimizer, or a function that takes the optimizer and returns a schedule.
 
     Raises:
-        ConfigError: If the model is on a different device or cannot be compiled, or if the optimizer does not fit it.
+        ConfigError: If the model is on a different device or cannot be compiled, or if the optimizer does not fit
+            the model.
     """
     require_group(world)
     config = config_for(optimizer, config)
@@ -76,7 +77,7 @@ def make_train_step(
 
 
 def _on_device(model: nn.Module, world: World) -> nn.Module:
-    """Return `model` on this rank's device. Raise `ConfigError` if a tensor is on a different one or all are frozen."""
+    """Move `model` to this rank's device. Raise `ConfigError` if all parameters are frozen or a device is wrong."""
     if not any(parameter.requires_grad for parameter in model.parameters()):
         raise ConfigError("the model must have a trainable parameter, but it has no parameters or all are frozen")
     tensors = dict([*model.named_parameters(), *model.named_buffers()])
@@ -85,7 +86,7 @@ def _on_device(model: nn.Module, world: World) -> nn.Module:
     for name, tensor in tensors.items():
         if tensor.device != world.device:
             raise ConfigError(
-                f"the model's {name!r} is on {tensor.device}, and rank {world.rank} computes on {world.device}. Leave "
+                f"the model's {name!r} is on {tensor.device}, but rank {world.rank} computes on {world.device}. Leave "
                 "the model on the CPU, or move it with model.to(world.device)"
             )
     return model

@@ -1,4 +1,4 @@
-"""Stop a run early, on all ranks after the same step: on a signal, on request, or for lack of progress."""
+"""Stop a run early, after the same step on all ranks, because of a signal, a request, or a lack of progress."""
 
 import math
 import time
@@ -12,7 +12,7 @@ from ddp_tutorial.training.config import Mode, TrainConfig
 from ddp_tutorial.training.imported import import_callable
 from ddp_tutorial.world import World
 
-# "stop": stop. "save": save a checkpoint and stop. "signal": the same, after a signal. "": continue.
+# "stop": stop. "save": save a checkpoint and stop. "signal": like "save", after a signal. "": continue.
 StopDecision = StopRequest | Literal["signal", ""]
 StoppingRule = Callable[[Mapping[int, float]], bool]
 _STOP, _SAVE, _SIGNAL = 1, 2, 4  # only rank 0 sends 1 or 2, so a sum of at least 4 contains a signal
@@ -20,10 +20,10 @@ CHECK_EVERY = 0.01  # seconds between checks for a request; a check takes about 
 
 
 class StopRequests:
-    """Requests to stop that reach some rank, agreed by all ranks at the end of the same step.
+    """Stop requests from all ranks. All ranks act on a request at the end of the same step.
 
-    Each rank has a stop flag in every step. The flags are summed in the all-reduce of the loss (see
-    `accumulation.loss.StepLoss.reduce`), so agreement needs no additional all-reduce. In local SGD, the ranks agree in
+    In every step, each rank sends a stop flag. The flags are summed in the all-reduce of the loss (see
+    `accumulation.loss.StepLoss.reduce`), so no additional all-reduce is required. In local SGD, the ranks agree in
     the last step of a round, so a run stops at the end of a round.
     """
 
@@ -34,18 +34,18 @@ class StopRequests:
         self._asked = -math.inf
 
     def handle_signals(self) -> AbstractContextManager[None]:
-        """Return a context in which a signal is a request to save and stop."""
+        """Return a context in which a signal causes the run to save a checkpoint and stop."""
         return handling(SIGNALS, self._note)
 
     def _note(self, number: int, frame: object) -> None:
         self.signalled = True
 
     def local_stop_flags(self) -> float:
-        """Return this rank's stop flag, to be summed over the ranks.
+        """Return this rank's stop flag, which is then summed over all ranks.
 
         Returns:
-            4 if this rank has received a signal. On rank 0, 1 or 2 if the run folder contains a request to stop, or to
-            save and stop. Otherwise 0.
+            4 if this rank has received a signal. On rank 0, 1 if the run folder contains a request to stop, and 2 if it
+            contains a request to save and stop. Otherwise, 0.
         """
         if self.signalled:
             return _SIGNAL
@@ -57,9 +57,9 @@ class StopRequests:
         return _SAVE if self.request.read_text().strip() == "save" else _STOP
 
     def decide(self, stop_flags: float) -> StopDecision:
-        """Return the decision of all ranks, from the sum of their stop flags.
+        """Return the decision of all ranks, based on the sum of their stop flags.
 
-        A signal takes precedence over a request, because a run that received a signal is to be resumed.
+        A signal takes precedence over a request, because a run that received a signal must be resumable.
         """
         return "signal" if stop_flags >= _SIGNAL else "save" if stop_flags >= _SAVE else "stop" if stop_flags else ""
 
@@ -70,7 +70,7 @@ class StopRequests:
 
 
 def stopping_rule(config: TrainConfig) -> StoppingRule:
-    """Return the function that decides from the values of `best.metric` by step whether a run stops early.
+    """Return a function that decides, from the values of `best.metric` by step, whether the run stops early.
 
     Raises:
         ConfigError: If `early_stopping.rule` cannot be imported, or does not accept its arguments.
@@ -89,15 +89,15 @@ def stopping_rule(config: TrainConfig) -> StoppingRule:
 def without_progress(
     values: Mapping[int, float], minimum_delta: float = 0.0, grace_steps: int = 0, mode: Mode = "min"
 ) -> int:
-    """Return the number of consecutive evaluations, up to the last, that did not improve on the best before them.
+    """Return the number of consecutive evaluations since the last improvement over the best earlier value.
 
     The result depends only on `values`, so a resumed run makes the same decisions as an uninterrupted run.
 
     Args:
         values: The value of the metric by step.
-        minimum_delta: An improvement must be larger than this. NaN is never an improvement.
+        minimum_delta: An improvement must be larger than this value. NaN is never an improvement.
         grace_steps: Evaluations in the first `grace_steps` steps can be the best, but are not counted.
-        mode: Whether lower or higher is better.
+        mode: Whether lower or higher values are better.
     """
     sign = 1 if mode == "min" else -1
     best, count = math.inf, 0
@@ -110,7 +110,7 @@ def without_progress(
 
 
 def best_step(values: Mapping[int, float], mode: Mode = "min") -> int | None:
-    """Return the first step with the lowest value (for mode max: the highest), or None if no value is finite."""
+    """Return the first step with the best value for `mode`, or None if no value is finite."""
     sign = 1 if mode == "min" else -1
     finite = [step for step in sorted(values) if math.isfinite(values[step])]
     return min(finite, key=lambda step: sign * values[step], default=None)

@@ -1,4 +1,4 @@
-"""Build the strategy that a config names."""
+"""Build the strategy that a config specifies."""
 
 from torch import nn
 
@@ -29,7 +29,7 @@ def make_strategy(
         case "pipeline":
             from ddp_tutorial.pipeline.strategy import (
                 PipelineStrategy,
-            )  # slow to import, because of DTensor: half a second
+            )  # the import takes half a second, because of DTensor
 
             stages = pipeline_of(config, world.size)
             return PipelineStrategy(model, world, loss, stages, config.seed, precision, config.accumulation)
@@ -80,7 +80,7 @@ def make_strategy(
 
 
 def mesh_of(config: TrainConfig, world_size: int) -> Mesh:
-    """Return the number of replicas of the model and the number of ranks per replica, on `world_size` ranks.
+    """Return the number of model replicas and the number of ranks per replica, for `world_size` ranks.
 
     Raises:
         ConfigError: If the config's mesh does not fit the world size.
@@ -91,7 +91,7 @@ def mesh_of(config: TrainConfig, world_size: int) -> Mesh:
 
 
 def pipeline_of(config: TrainConfig, world_size: int) -> PipelineConfig:
-    """Return the stages of strategy pipeline. Raise `ConfigError` if they do not fit `world_size` ranks."""
+    """Return the config of the pipeline. Raise `ConfigError` if it does not fit `world_size` ranks."""
     return config.pipeline.on(mesh_of(config, world_size).span)
 
 

@@ -1,11 +1,11 @@
-"""Tasks: a model, samples and a loss that are built from a `TaskConfig`.
+"""Define tasks, which build a model, samples and a loss from a `TaskConfig`.
 
     config = TaskConfig(steps=100)
-    results = launch(train, 2, config)      # two processes; launch(train, 1, config) does the same work in one
+    results = launch(train, 2, config)      # two processes; launch(train, 1, config) does the same work in one process
 
 `batch_size` is the number of samples in a step over all ranks, so one process and N ranks do the same work. To train
-your own model and data from config files and the command line, define a `Task` in a module, and set `task` to its
-import path, such as `mymodule.DIGITS`.
+your own model on your own data from config files and the command line, define a `Task` in a module, and set `task` to
+its import path, such as `mymodule.DIGITS`.
 """
 
 from collections.abc import Callable
@@ -46,14 +46,14 @@ from ddp_tutorial.world import World, choose_device
 
 @dataclass(frozen=True)
 class Task:
-    """Functions that build a model, samples and a loss. All ranks call them; rank 0 is the first to call `samples`."""
+    """Functions that build a model, samples and a loss. All ranks call them, and rank 0 calls `samples` first."""
 
     model: Callable[[TaskConfig], nn.Module]
     samples: Callable[[TaskConfig], tuple[Data, Data]]  # training samples, validation samples
     loss: Loss
     unit: str  # the unit of the loss's count
     units_per_sample: Callable[[TaskConfig], int]
-    batch_like: Callable[[TaskConfig, int], Any]  # a batch with that number of samples, to estimate memory
+    batch_like: Callable[[TaskConfig, int], Any]  # returns a batch with that number of samples, to estimate memory
 
 
 def _gpt(config: TaskConfig) -> nn.Module:
@@ -95,7 +95,7 @@ def with_batch_size(config: TaskConfig, ranks: int) -> TaskConfig:
     """Return `config` with `per_device_train_batch_size` converted to `batch_size`.
 
     Raises:
-        ConfigError: If `batch_size` contradicts it.
+        ConfigError: If `batch_size` contradicts `per_device_train_batch_size`.
     """
     per_device = config.per_device_train_batch_size
     if per_device is None:
@@ -105,7 +105,7 @@ def with_batch_size(config: TaskConfig, ranks: int) -> TaskConfig:
     if "batch_size" in config.model_fields_set and config.batch_size != total:
         raise ConfigError(
             f"'per_device_train_batch_size' {per_device} x {micro_batches} micro-batches x {ranks} ranks = {total} "
-            f"samples per step, but 'batch_size' is {config.batch_size}; remove one of them"
+            f"samples per step, but 'batch_size' is {config.batch_size}; remove one of the two settings"
         )
     return config.model_copy(update={"batch_size": total, "per_device_train_batch_size": None})
 
@@ -116,7 +116,7 @@ def is_readable(config: TaskConfig) -> bool:
 
 
 def task_of(config: TaskConfig) -> Task:
-    """Return the task that `config` names, or imports by its path. Raise `ConfigError` if there is no such task."""
+    """Return the task that `config` specifies by name or import path. Raise `ConfigError` if it does not exist."""
     if config.task in TASKS:
         return TASKS[config.task]
     if not is_import_path(config.task):
@@ -130,7 +130,7 @@ def task_of(config: TaskConfig) -> Task:
 
 
 def loss_of(config: TaskConfig) -> Loss:
-    """Return the loss function that `config` names, by default that of the task.
+    """Return the loss function that `config` specifies. The default is the task's loss.
 
     Raises:
         ConfigError: If the function or the class cannot be imported, or if the class does not accept its arguments.
@@ -159,16 +159,17 @@ def source_of(config: TaskConfig, world: World) -> Source:
 
 
 def check_start(config: TaskConfig, ranks: int) -> tuple[TaskConfig, float | None]:
-    """Validate `config` for training on `ranks` ranks, without starting ranks and without writing.
+    """Validate `config` for training on `ranks` ranks, without starting ranks or writing files.
 
-    If the corpus must first be downloaded or converted, its samples and the checkpoint to resume are not checked.
+    If the corpus must first be downloaded or converted, the samples and the checkpoint to resume are not checked.
 
     Returns:
-        The config with the numbers of steps and of samples per step that training would use, and the number of steps
-        per epoch. It is None if it is not known.
+        The config with the `steps` and the `batch_size` that training would use, and the number of steps per epoch. The
+        latter is None if it is unknown.
 
     Raises:
-        ConfigError: If training would raise it, or if a setting counts epochs and the corpus is not readable yet.
+        ConfigError: If training would raise a `ConfigError`, or if a setting is in epochs but the corpus is not
+            readable yet.
     """
     load_tokenizer(config.tokenizer)
     check_world(config, ranks)
@@ -190,7 +191,7 @@ def check_start(config: TaskConfig, ranks: int) -> tuple[TaskConfig, float | Non
 
 
 def require_no_epochs(config: TaskConfig) -> None:
-    """Raise `ConfigError` if a setting counts epochs, whose length is not known before the corpus is read."""
+    """Raise `ConfigError` if a setting is in epochs, because an epoch's length is unknown before the corpus is read."""
     every = {"eval_every": config.eval_every, "checkpoint.every": config.checkpoint.every}
     counted = [name for name, interval in every.items() if isinstance(interval, str)]
     for name in ["num_epochs"] * (config.num_epochs is not None) + counted:
@@ -203,7 +204,7 @@ def require_no_epochs(config: TaskConfig) -> None:
 def check_world(config: TaskConfig, ranks: int) -> None:
     """Raise `ConfigError` if the mesh or the stages do not fit `ranks` ranks, or if a package or a compiler is missing.
 
-    Also imports the classes and the loss that `config` specifies by import path. This check reads no data.
+    The check also imports the classes and the loss that `config` specifies by import path. It does not read data.
     """
     if config.compile:
         require_backend(config.compile)
@@ -232,7 +233,7 @@ def model_of(config: TaskConfig) -> nn.Module:
 
 
 def make_trainer(config: TaskConfig, world: World) -> Trainer:
-    """Return a Trainer for the task that `config` names. Collective."""
+    """Return a Trainer for the task that `config` specifies. Collective."""
     config, task = with_batch_size(config, world.size), task_of(config)
     train, validation = samples_of(config, world)
     source = make_source(train, config.batch_size, world, seed=config.seed, config=config.source)
@@ -240,7 +241,7 @@ def make_trainer(config: TaskConfig, world: World) -> Trainer:
 
 
 def train(world: World, config: TaskConfig) -> TrainResult:
-    """Train the task that `config` names on this rank, as in `launch(train, config.nprocs, config)`. Collective.
+    """Train the task that `config` specifies on this rank, as in `launch(train, config.nprocs, config)`. Collective.
 
     Raises:
         ConfigError: If `make_trainer` or `Trainer` rejects the config.
@@ -249,7 +250,7 @@ def train(world: World, config: TaskConfig) -> TrainResult:
 
 
 def launch_training(config: TaskConfig, **options: Any) -> TrainResult:
-    """Train on `config.nprocs` ranks of this machine and return rank 0's result.
+    """Train on `config.nprocs` ranks on this machine, and return rank 0's result.
 
     `options` are passed to `launch`.
     """

@@ -62,16 +62,16 @@ SomeTrainConfig = TypeVar("SomeTrainConfig", bound=TrainConfig)
 
 @dataclass(frozen=True)
 class TrainResult:
-    """The result of a run. It is the same on every rank, except `rate`, which each rank measures itself."""
+    """The result of a run. All fields are the same on every rank, except `rate`, which each rank measures itself."""
 
     run: Any  # the run folder, a Path
-    losses: list[float]  # of each step, a mean over all ranks; within a round of local SGD, rank 0's
+    losses: list[float]  # per step, the mean over all ranks; within a round of local SGD, rank 0's loss
     evaluations: dict[int, dict[str, float]]  # step -> name -> mean loss or metric on the validation samples
-    rate: float  # the count of the loss (samples, tokens) per second
+    rate: float  # the elements of the loss (samples or tokens) per second
     weights: str  # a digest of all weights, to check whether runs are bitwise identical
-    stopped_at: int | None = None  # the step, if a signal or a request stopped the run before the last one
+    stopped_at: int | None = None  # the step after which a signal or a request stopped the run early
     by_signal: bool = False  # whether a signal stopped the run, as on a cluster
-    epoch: float | None = None  # passes over the data, if the source knows its number of samples
+    epoch: float | None = None  # passes over the data, if the number of samples is known
     test: dict[str, float] = field(default_factory=dict)  # mean loss and metrics on the test samples, if there are any
 
     @property
@@ -81,7 +81,7 @@ class TrainResult:
 
 
 class Trainer:
-    """One training run, as seen by one rank. All methods are collective.
+    """One training run, from the perspective of one rank. All methods are collective.
 
     `loss(model, batch)` returns a sum and a count, and optionally metrics (see `accumulation.loss`).
 
@@ -93,11 +93,13 @@ class Trainer:
         config: The settings of the run.
         validation_data: A dataset to evaluate on.
         test_data: A dataset to evaluate on once, with all samples, after the last step.
-        optimizer: An optimizer, or a function that makes one from the model. By default, `config` chooses it. With it,
-            the schedule and clipping of `config` apply only if `config` sets them explicitly.
-        scheduler: A schedule, or a function that makes one from the optimizer. By default, `config` chooses it.
+        optimizer: An optimizer, or a function that takes the model and returns an optimizer. By default, `config`
+            specifies the optimizer. If `optimizer` is passed, the schedule and clipping of `config` apply only if
+            `config` sets them explicitly.
+        scheduler: A schedule, or a function that takes the optimizer and returns a schedule. By default, `config`
+            specifies the schedule.
         callbacks: Objects whose methods every rank calls after steps, evaluations and checkpoints, and at the end.
-        metrics: Metrics of evaluations, by name: a class or a function that constructs a `Metric`.
+        metrics: Metrics for evaluations, by name. Each value is a class or a function that constructs a `Metric`.
         unit: The unit of the loss's count, such as "tokens", for the log.
 
     Raises:
@@ -151,11 +153,11 @@ class Trainer:
         self.callbacks, self.metrics = check_callbacks(world, callbacks), check_metrics(world, metrics)
         self.settings = config.model_dump(mode="json")
         options = config.checkpoint
-        if not options.shared:  # reject what rank 0 cannot save for all ranks, before the folder is created
+        if not options.shared:  # before the folder is created, reject components that rank 0 cannot save for all ranks
             require_unsharded(world, self.step_components())
             if config.resume == "auto":
                 require_rank_zeros(world, config.name)
-        # Before the folder is created. A run that resumes in its own folder does this once it has locked the folder.
+        # Do this before the folder is created. A run that resumes in its own folder does this after locking the folder.
         self.start = ResumePoint() if config.resume == "auto" else self.find_resume_point()
         self.run = open_folder(
             world,
@@ -211,11 +213,11 @@ class Trainer:
                         self.evaluate()
                     if self.is_due(self.save_every):
                         self.save()
-                with phase("result"):  # an observer may raise, and then there is no result
+                with phase("result"):  # if an observer raises, there is no result
                     return self.finish()
 
     def is_done(self) -> bool:
-        """Return whether the run has reached its last step, no longer improves, or was requested to stop."""
+        """Return whether the run has reached its last step, has stopped improving, or was requested to stop."""
         return self.step_count >= self.config.steps or self.best.is_over or bool(self.requested)
 
     def is_due(self, every: float) -> bool:
@@ -245,19 +247,19 @@ class Trainer:
         self.call_back(lambda callback: callback.on_step(self, done))
 
     def call_back(self, method: Callable[[Callback], None]) -> None:
-        """Call a method of each callback. If it raises an exception on one rank, all ranks raise. Collective."""
+        """Call a method of each callback. If one rank raises an exception, all ranks raise one. Collective."""
         if not self.callbacks:  # this is called in every step
             return
         with phase("callbacks"), self.log.paused():
             call_on_all_ranks(self.world, self.callbacks, method)
 
     def epoch(self) -> dict[str, float]:
-        """Return the number of passes over the data so far as `epoch`, or nothing if the source does not know it."""
+        """Return the number of passes over the data as `epoch`, or an empty dict if the number is unknown."""
         per_epoch = self.train_step.source.steps_per_epoch
         return {"epoch": round(self.step_count / per_epoch, 4)} if per_epoch else {}
 
     def log_start(self) -> None:
-        """Log the world, the sizes of the data, and the remarks of the config."""
+        """Log the world, the dataset sizes, and the config's remarks."""
         LOG.debug("%s, %d threads, process %d", self.world, torch.get_num_threads(), os.getpid())
         source, data = self.train_step.source, self.validation_data
         per_epoch = "an unknown number of" if source.steps_per_epoch is None else f"{source.steps_per_epoch:g}"
@@ -268,14 +270,14 @@ class Trainer:
             LOG.info(remark)
 
     def find_resume_point(self) -> ResumePoint:
-        """Return the point to resume from. Raise `ConfigError` if the run cannot resume. Changes no file."""
+        """Return the point to resume from, without changing files. Raise `ConfigError` if the run cannot resume."""
         config = self.config
         run, shared = RUNS / config.name, config.checkpoint.shared
         return find_resume_point(self.world, run, config.resume, self.settings, config.resume_allow, shared=shared)
 
     def resume(self) -> None:
-        """Resume from the checkpoint that `find_resume_point` returned, or start without one."""
-        is_found = self.config.resume == "auto"  # the run folder may be that of a run that was killed
+        """Resume from the checkpoint that `find_resume_point` returned, or start without a checkpoint."""
+        is_found = self.config.resume == "auto"  # the run folder may belong to a run that was killed
         for problem in self.start.skipped if self.world.is_main else ():
             LOG.info("skipped checkpoint: %s", problem)
         if is_found:
@@ -289,7 +291,7 @@ class Trainer:
             LOG.info("resuming after step %d, from %s%s", self.start.step, self.start.checkpoint, excluded)
         elif is_found:
             self.log.rewind(0, [], 0)
-        if self.is_done():  # the command of a finished run was rerun
+        if self.is_done():  # a finished run's command was rerun
             if self.world.is_main:
                 LOG.warning(
                     "nothing was trained: resume=%s found a run that has finished at step %d, so changes to the code "
@@ -303,19 +305,19 @@ class Trainer:
             write_json(self.run.config, self.settings)
 
     def step_components(self) -> dict[str, Component]:
-        """Return the training step's part of `components`."""
+        """Return the checkpoint components of the training step."""
         parts = self.train_step.checkpoint_components()
         return {name: Component(part, cast("Shared", shared)) for name, (part, shared) in parts.items()}
 
     def components(self) -> dict[str, Component]:
-        """Return the components of a checkpoint: all state that makes a resumed run bitwise identical."""
+        """Return the checkpoint components, which contain all state that a bitwise identical resumed run requires."""
         return self.step_components() | {
             "progress": Component(FunctionState(self.progress, self.set_progress)),
             "rng": Component(RandomState(self.world.device, self.reseed), "per_rank"),
         }
 
     def reseed(self, step: int) -> None:
-        """Seed this rank's generators from the seed, the rank and `step`, to resume on a different number of ranks."""
+        """Seed this rank's generators from the seed, the rank and `step`, after the number of ranks has changed."""
         reseed(self.config.seed, self.world.rank, step, device=self.world.device)
 
     def progress(self) -> dict[str, Any]:
@@ -334,7 +336,7 @@ class Trainer:
         self.log.rewind(state["step"], state["losses"].tolist(), state["count"])
 
     def save(self) -> None:
-        """Save a checkpoint of the current step, and sync the log up to it."""
+        """Save a checkpoint of the current step, and sync the log up to this step."""
         self.train_step.strategy.sync_buffers()
         self.log.sync()
         self.share_losses()
@@ -345,7 +347,7 @@ class Trainer:
         self.call_back(lambda callback: callback.on_save(self, self.step_count))
 
     def share_losses(self) -> None:
-        """Give all ranks rank 0's losses: within a round of local SGD, each rank knows its own only. Collective."""
+        """Broadcast rank 0's losses, because each rank only has its own losses in local SGD. Collective."""
         if self.config.strategy in LOCAL:
             self.log.losses, self.log.count = from_rank_zero(self.world, (self.log.losses, self.log.count))
 
@@ -357,8 +359,8 @@ class Trainer:
             self.train_step.strategy.sync_buffers()
             means = self.means_on(self.validation_data, self.config.eval_samples or len(self.validation_data))
             used = self.record.usage.gather()
-            # The values are the same on all ranks. The ranks agree anyway, because a rank that left the loop alone
-            # would make the others wait forever.
+            # The values are the same on all ranks. The ranks agree on the decision anyway. If only one rank left the
+            # loop, the other ranks would wait forever.
             with (
                 self.train_step.strategy.full_parameters()
                 if self.config.best_model
@@ -382,7 +384,7 @@ class Trainer:
 
     def means_on(self, data: Data, samples: int) -> dict[str, float]:
         """Return the mean loss and metrics on the first `samples` samples of `data`."""
-        # Evaluation needs no more memory than training: a forward pass has no more samples than a micro-batch.
+        # To need no more memory than training, a forward pass processes at most as many samples as a micro-batch.
         micro_batches = self.world.size * self.train_step.strategy.micro_batches_per_rank
         size = self.config.per_device_eval_batch_size or max(1, self.train_step.source.batch_size // micro_batches)
         with torch.compiler.set_stance("force_eager"), self.train_step.strategy.evaluation_weights():
@@ -391,7 +393,10 @@ class Trainer:
             )
 
     def test(self) -> dict[str, float]:
-        """Return the mean loss and metrics on all test samples; empty without them, or if the run was stopped."""
+        """Return the mean loss and metrics over all test samples.
+
+        The result is empty if there are no test samples, or if the run was stopped.
+        """
         if self.test_data is None or self.requested:
             return {}
         means = self.means_on(self.test_data, len(self.test_data))
@@ -399,9 +404,10 @@ class Trainer:
         return means
 
     def finish(self) -> TrainResult:
-        """Check that the ranks have the same weights; rank 0 writes the model, and the result last.
+        """Check that the ranks have the same weights, and write the model and then the result on rank 0.
 
-        Collective. No rank returns before rank 0 has written, and if rank 0 cannot write, all ranks raise its error.
+        Collective. No rank returns before rank 0 has written the files. If rank 0 cannot write them, all ranks raise
+        rank 0's error.
         """
         self.stopping.close()
         self.train_step.strategy.sync_buffers()
@@ -437,7 +443,7 @@ class Trainer:
                 LOG.info(message, used["imbalance"])
 
             def write() -> None:
-                if not self.run.result.exists():  # it exists if the command of a finished run was rerun
+                if not self.run.result.exists():  # it exists if a finished run's command was rerun
                     save_model(model, self.run.model)
                     self.record.write_result(self.summary(result, used))
 
@@ -446,7 +452,7 @@ class Trainer:
         return result
 
     def summary(self, result: TrainResult, used: dict[str, Any]) -> dict[str, Any]:
-        """Return the content of `result.json`; `used` is the resource usage of all ranks."""
+        """Return the content of `result.json`. `used` is the resource usage of all ranks."""
         best, last = self.best.step, result.evaluations.get(self.step_count, {})
         reason = self.best.reason_to_stop() if self.best.is_over else ""
         if result.stopped_at is not None:
@@ -480,21 +486,23 @@ def with_steps(config: SomeTrainConfig, steps_per_epoch: float | None) -> SomeTr
     """Return `config` with `num_epochs` converted to `steps`.
 
     Raises:
-        ConfigError: If the length of an epoch is not known, or if `steps` contradicts `num_epochs`.
+        ConfigError: If the length of an epoch is unknown, or if `steps` contradicts `num_epochs`.
     """
     if config.num_epochs is None:
         return config
     if steps_per_epoch is None:
-        raise ConfigError("'num_epochs' requires data of known length, but a stream has none; set 'steps'")
+        raise ConfigError(
+            "'num_epochs' requires data of known length, but the length of a stream is unknown; set 'steps'"
+        )
     steps = max(1, math.ceil(round(config.num_epochs * steps_per_epoch, 6)))
     if "steps" in config.model_fields_set and config.steps != steps:
         raise ConfigError(
             f"'num_epochs' {config.num_epochs:g} x {steps_per_epoch:g} steps per epoch = {steps} steps, but 'steps' is "
-            f"{config.steps}; remove one of them"
+            f"{config.steps}; remove one of the two settings"
         )
     return config.model_copy(update={"steps": steps, "num_epochs": None})
 
 
 def format_values(values: Mapping[str, float]) -> str:
-    """Return metrics as text: "loss 0.1234, accuracy 0.9711"."""
+    """Return metrics as text, such as "loss 0.1234, accuracy 0.9711"."""
     return ", ".join(f"{name} {value:.4f}" for name, value in values.items())

@@ -1,4 +1,4 @@
-"""Save and load a model's weights, in a format that executes no code when it is loaded."""
+"""Save and load a model's weights in a format that cannot execute code when it is loaded."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -16,10 +16,11 @@ WEIGHTS = "model.safetensors"
 
 
 def save_model(model: nn.Module, folder: Path) -> None:
-    """Write `model` to `folder`. An earlier model there is replaced once the new one is on the disk.
+    """Write `model` to `folder`. A previous model in `folder` is replaced after the new model has been written.
 
-    A model with `save_pretrained`, such as Hugging Face's models and our GPT, is written by that method, which also
-    stores its config. The weights and buffers of any other model are written as safetensors, tied tensors only once.
+    A model with a method `save_pretrained`, such as a Hugging Face model or the package's GPT, is written by that
+    method, which also stores the model's config. The weights and buffers of other models are written as safetensors.
+    Tied tensors are written once.
     """
     remove_temporary(folder.parent, folder.name)
     with directory_replaced_atomically(folder) as aside:
@@ -27,7 +28,7 @@ def save_model(model: nn.Module, folder: Path) -> None:
 
 
 def write_model(model: nn.Module, folder: Path) -> None:
-    """Write the files of `save_model` to an existing folder."""
+    """Write the same files as `save_model` to an existing folder."""
     model = uncompiled(model)
     if hasattr(model, "save_pretrained"):
         save: Any = model.save_pretrained
@@ -37,9 +38,9 @@ def write_model(model: nn.Module, folder: Path) -> None:
 
 
 def load_state(model: nn.Module, state: Mapping[str, torch.Tensor]) -> None:
-    """Load the weights of a checkpoint into `model`, which has the same architecture.
+    """Load the weights of a checkpoint into `model`, which must have the same architecture.
 
-    Weights that were sharded may be flat vectors in `state`, and tied weights occur only under their first name.
+    In `state`, weights that were sharded may be flat vectors. Tied weights are stored only under their first name.
     """
     model = uncompiled(model)
     first = {id(tensor): name for name, tensor in reversed(list(model.state_dict(keep_vars=True).items()))}
@@ -49,14 +50,16 @@ def load_state(model: nn.Module, state: Mapping[str, torch.Tensor]) -> None:
 
 
 def load_weights(model: nn.Module, folder: Path) -> None:
-    """Load weights that `save_model` wrote into `model`.
+    """Load into `model` the weights that `save_model` has written to `folder`.
 
     Raises:
-        ConfigError: If `folder` has no weights, or if they do not fit `model`.
+        ConfigError: If `folder` does not contain weights, or if the weights do not fit `model`.
     """
     path, model = folder / WEIGHTS, uncompiled(model)
     if not path.is_file():
-        raise ConfigError(f"{folder} has no {WEIGHTS}, so it is not the folder of a model")
+        raise ConfigError(
+            f"{folder} must be a model folder, but does not contain {WEIGHTS}. Pass the folder of a saved model"
+        )
     try:
         safetensors.torch.load_model(model, path)
     except RuntimeError as error:

@@ -1,8 +1,8 @@
 """Test whether an optimizer updates each element of a parameter independently of the other elements.
 
-Only such an optimizer can update a flat piece of a parameter. SGD and Adam qualify. Adafactor and Muon do not, because
-they use the shape of the parameter. LAMB does not, because it uses a norm. Optimizers have no attribute for this
-property, so a trial updates a parameter of 24 elements both as a whole and in two pieces.
+Only such an optimizer can update a flat shard of a parameter. SGD and Adam qualify. Adafactor and Muon do not, because
+they use the shape of the parameter. LAMB does not, because it uses a norm. Optimizers do not have an attribute for this
+property, so a trial updates a parameter of 24 elements both as a whole and in two shards.
 """
 
 from collections import defaultdict
@@ -30,7 +30,7 @@ def require_elementwise(optimizer: torch.optim.Optimizer, strategy: str) -> None
 
 
 def is_elementwise(optimizer: torch.optim.Optimizer) -> bool:
-    """Return whether copies of `optimizer` update the flat pieces of a matrix in the same way as the matrix."""
+    """Return whether copies of `optimizer` update the flat shards of a matrix in the same way as the matrix."""
     generator = torch.Generator().manual_seed(0)
     tensors = torch.randn(1 + _STEPS, *_SHAPE, generator=generator)  # the weights, and a gradient for each step
     flat = tensors.flatten(1)

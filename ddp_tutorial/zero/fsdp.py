@@ -48,7 +48,7 @@ class FSDPStrategy(ShardedStrategy):
         sync_initial_state(self.module, self.world)
 
     def setup_optimizer(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
-        """Shard the model, and replace the optimizer's parameters and state by DTensors. Collective."""
+        """Shard the model, and replace the optimizer's parameters and state with DTensors. Collective."""
         require_shardable(optimizer)
         names = {id(parameter): name for name, parameter in self.module.named_parameters()}
         parameters = self.module.named_parameters(remove_duplicate=False)
@@ -102,7 +102,7 @@ class FSDPStrategy(ShardedStrategy):
 
     @contextmanager
     def full_parameters(self) -> Iterator[nn.Module]:
-        """Return a context with a copy of the model that has full parameters. Collective."""
+        """Yield a copy of the model with full parameters. Collective."""
         if self.unsharded is self.module:
             yield self.module
             return

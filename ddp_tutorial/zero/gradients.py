@@ -1,4 +1,4 @@
-"""ZeRO-2: each rank keeps its piece of every gradient and updates its piece of every parameter.
+"""ZeRO-2: each rank keeps its shard of every gradient and updates its shard of every parameter.
 
     sharded = ShardedGradients(model, world)
     optimizer = torch.optim.AdamW(sharded.pieces.values())  # allocates 1/W of the optimizer state
@@ -35,9 +35,9 @@ class ShardedGradients:
     """Shards the gradients of `module` over the ranks and keeps the full parameters. The constructor is collective.
 
     The constructor checks that all ranks have the same model, and broadcasts rank 0's weights. Create the optimizer
-    from `pieces.values()`: each piece is a view of the elements of a parameter that this rank updates. This requires an
-    optimizer that updates each element independently, such as SGD or Adam. With `fused=True`, AdamW may differ in the
-    last bit, because PyTorch rounds the last elements of a tensor differently.
+    from `pieces.values()`, which are this rank's shards. Each shard is a view of the elements of a parameter that this
+    rank updates. This requires an optimizer that updates each element independently, such as SGD or Adam. With
+    `fused=True`, AdamW may differ in the last bit, because PyTorch rounds the last elements of a tensor differently.
 
     If this rank does not use a parameter, its gradient counts as zero. A parameter that no rank uses gets no gradient.
 
@@ -47,16 +47,16 @@ class ShardedGradients:
     Args:
         module: The model.
         world: The ranks.
-        bucket_cap_mb: The size of a bucket in MiB. The first bucket has at most 1 MiB.
-        mesh: The number of copies of the model and of ranks for each copy. The ranks of a row shard one copy. The
-            default is a single copy.
+        bucket_cap_mb: The size of a bucket in MiB. The first bucket is at most 1 MiB.
+        mesh: The number of model replicas and the number of ranks per replica. The ranks of a row shard one replica.
+            The default is a single replica.
 
     Raises:
         ConfigError: If the model is already sharded.
     """
 
     def __init__(self, module: nn.Module, world: World, *, bucket_cap_mb: float = 25, mesh: Mesh | None = None) -> None:
-        """Register the gradient hooks and create the pieces. Collective; see the class docstring."""
+        """Register the gradient hooks and create the shards. Collective; see the class docstring."""
         if any(parameter in other.pieces for other in _in_use for parameter in module.parameters()):
             raise ConfigError("the model is already sharded: build a new model")
         sync_initial_state(module, world)
@@ -94,18 +94,18 @@ class ShardedGradients:
             self.reductions.discard()
 
     def reduce(self) -> None:
-        """Wait for the reductions of a backward pass. Collective; call it after each backward pass."""
+        """Wait for the reductions of a backward pass. Collective; call this after each backward pass."""
         self.reductions.reduce()
 
     def finish(self) -> None:
-        """Assign the summed gradients to the pieces. Collective; call it after the last backward pass of a step."""
+        """Assign the summed gradients to the shards. Collective; call this after the last backward pass of a step."""
         gradients = self.reductions.take()
         for name, parameter in self.named.items():
             self.pieces[parameter].grad = gradients.get(name)
 
     @torch.no_grad()
     def gather(self) -> None:
-        """Gather the updated parameters on all ranks. Collective; call it after the optimizer step."""
+        """Gather the updated parameters on all ranks. Collective; call this after the optimizer step."""
         for bucket in self.buckets if self.shards.size > 1 else ():
             layout = bucket.layout
             rows = torch.zeros(self.shards.size, layout.length, dtype=bucket.dtype, device=self.shards.device)

@@ -1,4 +1,4 @@
-"""Calculate the memory and the communication of each strategy, without running it.
+"""Calculate the memory and the communication of each strategy, without training a model.
 
 With Adam in float32, a parameter takes 4 bytes, its gradient 4 bytes, and its two moments 8 bytes (Rajbhandari et al.,
 2020). Data parallelism stores all three on each of W ranks. Each stage of ZeRO divides one more of these three parts by
@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from ddp_tutorial.ddp.link_model import bytes_all_reduced
 
-if TYPE_CHECKING:  # the formulas need no torch
+if TYPE_CHECKING:  # the formulas do not need torch
     from torch import nn
 
 # The parts of the model state that each strategy divides by the number of ranks W.
@@ -70,17 +70,17 @@ def bytes_sent(strategy: str, parameters: int, ranks: int, micro_batches: int = 
 
     A reduce-scatter or an all-gather of n bytes sends n (W - 1) / W bytes, and an all-reduce is one of each. A strategy
     that shards the gradients reduces them in each micro-batch. A strategy that shards the weights also gathers them
-    twice in each micro-batch. With several copies (HSDP), each reduction is followed by an all-reduce of the rank's
-    piece over the copies. Gradients that are not sharded are all-reduced over all ranks at once. The strategy
+    twice in each micro-batch. With several replicas (HSDP), each reduction is followed by an all-reduce of the rank's
+    shard across the replicas. Gradients that are not sharded are all-reduced over all ranks at once. The strategy
     "invariant" sends all sums in each of log2 W rounds. On gloo, "fsdp" sends more, because PyTorch implements
     reduce-scatter as all-reduce.
 
     Args:
         strategy: A key of `DIVIDED`.
         parameters: The number of parameters of the model.
-        ranks: The number of ranks that shard one copy of the model.
-        micro_batches: The number of micro-batches for each rank.
-        copies: The number of copies of the model.
+        ranks: The number of ranks that shard one replica of the model.
+        micro_batches: The number of micro-batches per rank.
+        copies: The number of model replicas.
 
     Raises:
         ValueError: If the strategy is unknown.
@@ -88,7 +88,7 @@ def bytes_sent(strategy: str, parameters: int, ranks: int, micro_batches: int = 
     nbytes, k, world = 4 * parameters, micro_batches, ranks * copies
     if strategy == "invariant":
         return nbytes * (world.bit_length() - 1)
-    within_copy = nbytes * (ranks - 1) // ranks  # for one gather or reduce-scatter within a copy
+    within_copy = nbytes * (ranks - 1) // ranks  # for one all-gather or reduce-scatter within a replica
     over_copies = bytes_all_reduced(nbytes // ranks, copies)
     match strategy:
         case "ddp" | "accelerate":

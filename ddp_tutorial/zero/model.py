@@ -1,15 +1,15 @@
-"""ZeRO-3 (FSDP): each rank keeps one piece of every parameter and gathers full parameters only while it computes.
+"""ZeRO-3 (FSDP): each rank keeps one shard of every parameter and gathers full parameters only while it computes.
 
-    sharded = ShardedModel(model, world)           # replaces each parameter by this rank's piece
+    sharded = ShardedModel(model, world)           # replaces each parameter with this rank's shard
     optimizer = torch.optim.AdamW(model.parameters())
     loss(model, batch).backward()                  # gathers, frees, gathers again, reduces
     sharded.reduce()                               # waits for the reductions
-    sharded.finish()                               # assigns the gradients to the pieces
+    sharded.finish()                               # assigns the gradients to the shards
     optimizer.step()
 
 A unit is a set of parameters that are gathered together. Each block of a `ModuleList` or `Sequential` is one unit, and
-the rest of the model is another. The following diagram shows one step of a model with three blocks. G is a gather, F a
-forward pass, B a backward pass, R a reduction, and - frees the full parameters:
+the rest of the model is another unit. The following diagram shows one step of a model with three blocks. G is a gather,
+F a forward pass, B a backward pass, R a reduction, and - frees the full parameters:
 
     G1 F1 -  G2 F2 -  G3 F3 -  |  G3 B3 R3 -  G2 B2 R2 -  G1 B1 R1 -
 
@@ -49,12 +49,12 @@ from ddp_tutorial.zero.units import units_of
 class Unit:
     """A group of parameters that are gathered and freed together.
 
-    Between uses, each parameter is this rank's piece, a 1-D tensor. While the unit is gathered, each parameter has its
-    full shape and the type `dtype`.
+    Between uses, each parameter is this rank's shard, a 1-D tensor. While the unit is gathered, each parameter has its
+    full shape and the dtype `dtype`.
 
     A full parameter always uses the same tensor. `free` releases its storage and `gather` allocates the storage again.
     Autograd saves this tensor for the backward pass, so it finds the values there after the next gather. While a
-    parameter is full, the gradient of its piece is stored separately.
+    parameter is full, the gradient of its shard is stored separately.
     """
 
     def __init__(
@@ -63,14 +63,14 @@ class Unit:
         """Pack the full parameters into rows, keep this rank's row, and free the full parameters.
 
         Args:
-            named: The full parameters by name. All must have the same type.
-            shards: The ranks that share one copy of the model.
-            dtype: The type of the gathered parameters. None keeps the type of the parameters.
-            group: The process group of the gathers.
+            named: The full parameters by name. All must have the same dtype.
+            shards: The ranks that share one replica of the model.
+            dtype: The dtype of the gathered parameters. None keeps the dtype of the parameters.
+            group: The process group for the all-gathers.
             path: Records the order in which this rank gathers units.
 
         Raises:
-            ConfigError: If the parameters have different types.
+            ConfigError: If the parameters have different dtypes.
         """
         self.parameters, self.shards, self.group, self.path = list(named.values()), shards, group, path
         kinds = {parameter.dtype: name for name, parameter in named.items()}
@@ -97,7 +97,7 @@ class Unit:
         self.is_whole = False
         self.backward: int | None = None  # the backward pass that has reached this unit
         self._coming: tuple[torch.Tensor, dist.Work | None] | None = None
-        self._gradients: list[torch.Tensor | None] = []  # of the pieces, while the parameters are full
+        self._gradients: list[torch.Tensor | None] = []  # of the shards, while the parameters are full
         self.free()
 
     def start(self) -> None:
@@ -119,7 +119,7 @@ class Unit:
 
     @torch.no_grad()
     def gather(self) -> None:
-        """Replace the pieces by the full parameters. Collective."""
+        """Replace the shards with the full parameters. Collective."""
         if self.is_whole:
             return
         self.start()
@@ -141,8 +141,8 @@ class Unit:
     def _follow_gradients(self) -> None:
         """Call `_arrive` when a gradient is final, after all hooks of the parameter, which may change the gradient.
 
-        The autograd node that accumulates the gradient has such a hook. A change of the dtype gives a parameter a new
-        node, and a parameter does not keep its node alive.
+        The autograd node that accumulates the gradient provides such a hook. A parameter gets a new node when its dtype
+        changes, and does not keep its node alive.
         """
         arrive: WeakMethod[Callable[[int, nn.Parameter], None]] = WeakMethod(self._arrive)
         for index, (name, parameter) in enumerate(self.trained.items()):
@@ -154,17 +154,20 @@ class Unit:
         """Pass a gradient to the reductions, and free the parameters after the last gradient."""
         self.reductions.arrive(self.reduction, index, parameter)
         self._awaited -= 1
-        if self.is_done and current_backward() == self.backward:  # another one: of a reentrant activation checkpoint
+        if self.is_done and current_backward() == self.backward:  # differs in a reentrant checkpoint
             self.release()
 
     @property
     def is_done(self) -> bool:
-        """Whether all gradients have arrived. False if a parameter is frozen: it may be needed afterwards."""
+        """Whether all gradients have arrived. False if a parameter is frozen, because it may still be needed."""
         return self._awaited <= 0 and len(self.trained) == len(self.parameters)
 
     @torch.no_grad()
     def show(self) -> None:
-        """Replace the pieces by full parameters in the master type, in new memory that `free` releases. Collective."""
+        """Replace the shards with full parameters in the master dtype. Collective.
+
+        The full parameters use new memory, which `free` releases.
+        """
         rows, work = self._gathered(self.row)
         if work is not None:
             work.wait()
@@ -174,7 +177,7 @@ class Unit:
             parameter.data = whole
 
     def free(self) -> None:
-        """Replace the full parameters by this rank's pieces and release their memory."""
+        """Replace the full parameters with this rank's shards and release their memory."""
         if self._coming is not None:  # prefetched but not used
             _, work = self._coming
             if work is not None:
@@ -216,10 +219,10 @@ class ShardedModel:
     Args:
         module: The model. Its parameters must not have gradients.
         world: The ranks.
-        compute_dtype: The type of gathered parameters, and of the floating-point inputs of each unit. The pieces and
-            the summed gradients keep the type of the parameters.
-        mesh: The number of copies of the model and of ranks for each copy. Each rank keeps a piece of the copy of its
-            row. The default is a single copy.
+        compute_dtype: The dtype of gathered parameters, and of the floating-point inputs of each unit. The shards and
+            the summed gradients keep the dtype of the parameters.
+        mesh: The number of model replicas and the number of ranks per replica. Each rank stores one shard of its row's
+            replica. The default is a single replica.
 
     Raises:
         ConfigError: If the model is already sharded, or a parameter has a gradient.
@@ -241,7 +244,7 @@ class ShardedModel:
         sync_initial_state(module, world)
         self.module, self.world, self.compute_dtype = module, world, compute_dtype
         self.shards, self.path = Shards(world, mesh), ExecutionPath()
-        # Gathers and reductions interleave differently on each rank, so each kind has its own process group.
+        # All-gathers and reductions interleave differently on each rank, so each kind uses its own process group.
         group = group_of(self.shards.mesh.rows, world, "gather")
         self.units: list[Unit] = []  # in the order of the forward pass, the root unit first
         self._ahead: deque[Unit] = deque()  # the units that this pass has not reached
@@ -347,7 +350,7 @@ class ShardedModel:
                 self._ahead.pop()
 
     def _set_order(self, entered: list[Unit]) -> None:
-        """Put the units into the order of rank 0's first forward pass. Collective.
+        """Sort the units into the order of rank 0's first forward pass. Collective.
 
         A unit that rank 0 did not use stays behind its predecessor.
         """
@@ -371,14 +374,14 @@ class ShardedModel:
                 self._reach(unit)
 
     def reduce(self) -> None:
-        """Free all units and wait for the reductions. Collective; call it after each backward pass."""
+        """Free all units and wait for the reductions. Collective; call this after each backward pass."""
         self._skip_rest()
         for unit in self.units:
             unit.release()
         self.reductions.reduce()
 
     def finish(self) -> None:
-        """Assign the summed gradients to the pieces. Collective; call it after the last backward pass of a step."""
+        """Assign the summed gradients to the shards. Collective; call this after the last backward pass of a step."""
         gradients = self.reductions.take()
         for unit in self.units:
             for name, parameter in unit.trained.items():
@@ -388,7 +391,10 @@ class ShardedModel:
 
     @contextmanager
     def full_parameters(self) -> Iterator[nn.Module]:
-        """Gather all parameters on every rank inside the context, in the master type and read-only. Collective."""
+        """Gather all parameters on every rank inside the context. Collective.
+
+        The parameters are read-only and have the master dtype.
+        """
         for unit in self.units:
             unit.free()
             unit.show()

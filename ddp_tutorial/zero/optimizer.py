@@ -1,11 +1,12 @@
-"""ZeRO-1: each parameter has one owner rank, which stores its optimizer state and updates it.
+"""ZeRO-1: each parameter has one owner rank, which updates the parameter and stores its optimizer state.
 
     optimizer = ShardedOptimizer(torch.optim.AdamW(model.parameters(), lr=1e-3), world)
     loss(model, batch).backward()         # works with any DDP: every rank has the full gradient
     optimizer.step()                      # updates this rank's parameters, then gathers all parameters
 
-Parameters are not split, so optimizers that use the whole parameter are supported. Examples are optimizers with a norm
-of the update or a factorized average. AdamW keeps 8 bytes for each float32 element; each rank stores about 1/W of them.
+Parameters are not split, so optimizers that use the whole parameter are supported. Examples are optimizers that use the
+norm of the update (LAMB) or a factorized average (Adafactor). AdamW keeps 8 bytes for each float32 element, and each
+rank stores about 1/W of this state.
 """
 
 from collections import defaultdict
@@ -47,8 +48,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
     Args:
         of_all: An optimizer of all parameters. It must not have taken a step and must not require a closure.
         world: The ranks.
-        mesh: The number of copies and of ranks for each copy. Each row of ranks shards the parameters in the same way.
-            The default is a single copy.
+        mesh: The number of model replicas and the number of ranks per replica. Each row of ranks shards the parameters
+            in the same way. The default is a single replica.
 
     Raises:
         ValueError: If `of_all` has taken a step.
@@ -95,7 +96,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         return loss
 
     def _exchange(self) -> None:
-        """Gather all parameters on every rank, by one all-gather for each dtype. Collective.
+        """Gather all parameters on every rank, with one all-gather per dtype. Collective.
 
         Row r contains the parameters of rank r, concatenated.
         """
@@ -123,7 +124,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         return part | {"state": {index: state for states in of_ranks for index, state in sorted(states.items())}}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load this rank's part of a state dict from `state_dict` or from an unsharded optimizer."""
+        """Load this rank's shard of a state dict from `state_dict` or from an unsharded optimizer."""
         super().load_state_dict(state_dict)
         of_mine = {p: state for p, state in self.state.items() if self.owner[p] == self.shards.rank}
         self.mine.state = self.state = defaultdict(dict, of_mine)

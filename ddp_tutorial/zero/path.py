@@ -7,7 +7,7 @@ _PRIME = 65521  # the sum of the squared digests of several hundred ranks is exa
 
 
 class DifferentPathsError(RuntimeError):
-    """The ranks used different units of a sharded model, so they gathered different parameters into each other."""
+    """Raised if the ranks used different units of a sharded model, and therefore gathered mismatched units."""
 
     def __init__(self, found: str) -> None:
         """Construct the message.
@@ -23,7 +23,7 @@ class DifferentPathsError(RuntimeError):
 
 
 class ExecutionPath:
-    """The units that this rank has used, in order, as one number that the ranks can compare."""
+    """A digest of the units that this rank has used, in order, which the ranks can compare."""
 
     def __init__(self) -> None:
         """Start with an empty path."""
@@ -39,4 +39,6 @@ def require_same_unit(world: World, name: str) -> None:
     names = all_gather(world, name)
     for rank, other in enumerate(names):
         if other != names[0]:
-            raise DifferentPathsError(f"in the first forward pass, rank 0 used {names[0]}, and rank {rank} {other}")
+            raise DifferentPathsError(
+                f"in the first forward pass, rank 0 used {names[0]}, and rank {rank} used {other}"
+            )

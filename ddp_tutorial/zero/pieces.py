@@ -1,7 +1,7 @@
 """Compute the layout of tensors that are split over ranks, with the same result on every rank.
 
-A tensor is flattened and split into one piece for each rank. The last pieces may be shorter, or empty. Several tensors
-are sent in one collective, packed into one row for each rank:
+A tensor is flattened and split into one shard per rank. The last shards may be shorter, or empty. Several tensors are
+sent in one collective, packed into one row per rank:
 
     a of 5 elements, b of 2, on 2 ranks         row 0:  a0 a1 a2 b0
                                                 row 1:  a3 a4  . b1        . is padding, zero
@@ -18,17 +18,17 @@ from ddp_tutorial.config import ConfigError
 
 
 def piece_of(count: int, rank: int, size: int) -> slice:
-    """Return the slice of `count` elements that belongs to `rank`, of `size` ranks.
+    """Return the slice of `count` elements that belongs to `rank`, if there are `size` ranks.
 
-    Each piece has ceil(count / size) elements, in rank order, until no elements are left. `torch.chunk` and DTensor
-    split tensors in the same way.
+    Each shard contains ceil(count / size) elements, in rank order, until no elements are left. `torch.chunk` and
+    DTensor split tensors in the same way.
     """
     each = -(-count // size)
     return slice(min(rank * each, count), min((rank + 1) * each, count))
 
 
 def mark_as_piece(parameter: torch.Tensor) -> None:
-    """Mark a parameter as a piece, which differs between ranks, so that replica checks do not compare it."""
+    """Mark a parameter as a shard, which differs between ranks, so that replica checks do not compare it."""
     parameter.is_piece = True  # type: ignore[attr-defined]
 
 
@@ -44,7 +44,7 @@ def require_no_gradient(name: str, parameter: torch.Tensor) -> None:
 
 
 class Layout:
-    """The positions of the pieces of several tensors in the rows."""
+    """The positions of several tensors' shards in the rows."""
 
     def __init__(self, shapes: Sequence[torch.Size], size: int) -> None:
         """Compute the positions.
@@ -76,7 +76,7 @@ class Layout:
             flat[-rest:] = rows[full, self.first[index] : self.first[index] + rest]
 
     def pieces(self, row: torch.Tensor, rank: int) -> list[torch.Tensor]:
-        """Return views of `rank`'s row [length], one for its piece of each tensor, without padding."""
+        """Return views of `rank`'s row [length], one for each tensor's shard, without padding."""
         cuts = [piece_of(count, rank, self.size) for count in self.counts]
         return [row[first : first + cut.stop - cut.start] for first, cut in zip(self.first, cuts, strict=True)]
 

@@ -17,9 +17,9 @@ from ddp_tutorial.zero.shards import Shards
 class Reduction:
     """Reduces the gradients of several parameters together.
 
-    Each gradient is packed into one row for each rank. The rows are summed over the ranks that share one copy of the
-    model, and rank r keeps row r. If there are several copies, the row is then summed over the copies. The results of
-    several backward passes are summed.
+    Each gradient is packed into one row per rank. The rows are summed over the ranks that share one replica of the
+    model, and rank r keeps row r. If there are several replicas, the row is then summed over the replicas. The results
+    of several backward passes are summed.
     """
 
     def __init__(self, named: Mapping[str, nn.Parameter], dtype: torch.dtype, shards: Shards) -> None:
@@ -27,8 +27,8 @@ class Reduction:
 
         Args:
             named: The parameters by name.
-            dtype: The type of the rows.
-            shards: The ranks that share one copy of the model.
+            dtype: The dtype of the rows.
+            shards: The ranks that share one replica of the model.
         """
         self.names, self.dtype, self.shards = list(named), dtype, shards
         self.layout = Layout([parameter.shape for parameter in named.values()], shards.size)
@@ -51,7 +51,7 @@ class Reduction:
 
     @property
     def has_late(self) -> bool:
-        """Whether a parameter got a second gradient before `wait`, when the rows may have been sent already."""
+        """Whether a parameter got a second gradient before `wait`, when the rows may already have been sent."""
         return bool(self._late)
 
     def put(self, index: int, gradient: torch.Tensor) -> None:
@@ -92,15 +92,15 @@ class Reduction:
             self._work = dist.reduce_scatter_tensor(self._row, rows.view(-1), group=self.shards.inside, async_op=True)
 
     def cross(self, wait: bool) -> bool:
-        """Start the sum over the copies if the sum within this copy is complete. Collective.
+        """Start the sum over the replicas if the sum within this replica is complete. Collective.
 
         All ranks must call this method for the same reductions in the same order.
 
         Args:
-            wait: Whether to wait for the sum within this copy.
+            wait: Whether to wait for the sum within this replica.
 
         Returns:
-            True if the sum over the copies has started, or if there is only one copy.
+            True if the sum over the replicas has started, or if there is only one replica.
         """
         if self._crossing is None and self.shards.copies > 1:
             if self._work is not None and not (wait or self._work.is_completed()):
@@ -110,7 +110,7 @@ class Reduction:
         return True
 
     def _arrive(self) -> None:
-        """Wait for the sum within this copy."""
+        """Wait for the sum within this replica."""
         assert self._row is not None, "it was not started"
         if self._work is not None:
             self._work.wait()
@@ -139,7 +139,7 @@ class Reduction:
         self._begin()
 
     def take(self) -> list[torch.Tensor]:
-        """Return this rank's pieces of the summed gradients, in the order of the parameters."""
+        """Return this rank's shards of the summed gradients, in the order of the parameters."""
         assert self._kept is not None, "take comes after wait"
         row, self._kept = self._kept, None
         self.used.clear()
@@ -153,7 +153,7 @@ class Reductions:
         """Store the reductions.
 
         Args:
-            reductions: In the order in which they start, the same on every rank.
+            reductions: The reductions, in the order in which they start. The order must be the same on every rank.
             world: The ranks.
         """
         self.ordered, self.world = list(reductions), world
@@ -186,7 +186,7 @@ class Reductions:
                 return
 
     def reduce(self) -> None:
-        """Start the remaining reductions and wait for all of them. Collective; call it after each backward pass."""
+        """Start the remaining reductions and wait for all of them. Collective; call this after each backward pass."""
         while self._started < len(self.ordered):
             self._start()
         self._started = 0
@@ -201,8 +201,8 @@ class Reductions:
     def discard(self) -> None:
         """Discard the gradients that have arrived since the last `reduce`. Collective.
 
-        Call it after a backward pass that raised an error on all ranks. Ranks that use different parameters have
-        started different reductions, so this method starts the remaining ones before it discards them.
+        Call this method after a backward pass that raised an error on all ranks. Ranks that use different parameters
+        have started different reductions, so this method starts the remaining ones before it discards them.
         """
         while self._started < len(self.ordered):
             self._start()
@@ -211,10 +211,10 @@ class Reductions:
         self._started, self._is_open = 0, False
 
     def take(self) -> dict[str, torch.Tensor]:
-        """Return this rank's pieces of the summed gradients, by parameter name. Collective.
+        """Return this rank's shards of the summed gradients, by parameter name. Collective.
 
-        The result omits empty pieces and parameters that no rank has used. The ranks agree on the used parameters by
-        one all-reduce of one number for each parameter.
+        The result omits empty shards and parameters that no rank has used. The ranks agree on the used parameters with
+        a single all-reduce of one number per parameter.
         """
         names = [name for reduction in self.ordered for name in reduction.names]
         used, has_late = self._agree()
@@ -227,7 +227,7 @@ class Reductions:
         return {name: piece for name, piece, is_used in named if is_used and len(piece)}
 
     def _agree(self) -> tuple[list[bool], bool]:
-        """Return whether any rank has used each parameter, and whether any rank has a second gradient to reduce."""
+        """Return whether any rank has used each parameter, and whether any rank must still reduce a second gradient."""
         flags = [index in each.used for each in self.ordered for index in range(len(each.names))]
         counts = torch.tensor([*flags, any(each.has_late for each in self.ordered)], dtype=torch.int32)
         *used, late = (all_reduce_sum(self.world, counts.to(self.world.device)) > 0).tolist()

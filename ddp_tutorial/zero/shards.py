@@ -1,8 +1,8 @@
-"""The ranks that share one copy of the model, and the ranks that hold the same piece in other copies.
+"""The ranks that share one replica of the model, and the ranks that hold the same shard in other replicas.
 
-With one copy of the model, each of W ranks stores 1/W of the model. Hybrid sharding (HSDP) keeps R copies, and each of
-the S ranks of a copy stores 1/S. The gathers and most of the reduction then stay within S ranks, and only 1/S of the
-gradients is reduced over the copies. HSDP needs more memory, but sends less over the slow links between machines.
+With a single replica, each of W ranks stores 1/W of the model. Hybrid sharding (HSDP) keeps R replicas, and shards each
+replica across S ranks. The all-gathers and most of the reduction then stay within groups of S ranks. Only 1/S of the
+gradients is all-reduced across replicas. HSDP needs more memory, but sends less over the slow links between machines.
 
 Zhao et al., "PyTorch FSDP: Experiences on scaling fully sharded data parallel", VLDB 2023, section 3.2.2.
 """
@@ -18,14 +18,15 @@ from ddp_tutorial.zero.pieces import piece_of
 
 
 class Shards:
-    """The ranks that share one copy of a model, as seen by one of these ranks.
+    """The ranks that share one replica of a model, from the perspective of one of these ranks.
 
     Attributes:
-        rank: The position of this rank in its copy.
-        size: The number of ranks that share a copy.
-        copies: The number of copies.
-        inside: The process group of the ranks that share this copy. None means all ranks.
-        across: The process group of the ranks that hold the same piece in each copy. None if there is only one copy.
+        rank: The position of this rank in its replica.
+        size: The number of ranks that share a replica.
+        copies: The number of replicas.
+        inside: The process group of the ranks that share this replica. None means all ranks.
+        across: The process group of the ranks that hold the same shard in each replica. None if there is only one
+            replica.
     """
 
     def __init__(self, world: World, mesh: Mesh | None = None) -> None:
@@ -33,7 +34,8 @@ class Shards:
 
         Args:
             world: The ranks.
-            mesh: The number of copies and of ranks for each copy. The default is one copy, shared by all ranks.
+            mesh: The number of replicas and the number of ranks per replica. The default is one replica, shared by all
+                ranks.
 
         Raises:
             ValueError: If the number of ranks in the mesh is not the world size.
@@ -41,7 +43,7 @@ class Shards:
         self.world = world
         self.mesh = mesh or Mesh(1, world.size)
         if self.mesh.replicate * self.mesh.span != world.size:
-            raise ValueError(f"the number of ranks in {self.mesh} must be the world size, {world.size}")
+            raise ValueError(f"the number of ranks in {self.mesh} must be equal to the world size ({world.size})")
         _, self.rank = self.mesh.row_and_column(world.rank)
         self.size, self.copies = self.mesh.span, self.mesh.replicate
         self.inside: Any = None
@@ -50,7 +52,7 @@ class Shards:
             self.inside, self.across = group_of(self.mesh.rows, world), group_of(self.mesh.columns, world)
 
     def piece_of(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return a copy of this rank's flat piece of a tensor."""
+        """Return a copy of this rank's flat shard of a tensor."""
         return tensor.reshape(-1)[piece_of(tensor.numel(), self.rank, self.size)].clone()
 
     @property

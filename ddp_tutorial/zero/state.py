@@ -1,7 +1,7 @@
-"""The checkpoint format of sharded state: named tensors, of which each rank writes its own part.
+"""The checkpoint format of sharded state, which consists of named tensors. Each rank writes its own part of them.
 
-These are "sharded" components. If a checkpoint is loaded on a different number of ranks, each rank reads the part that
-it needs.
+The components in this format are called "sharded". If a checkpoint is loaded on a different number of ranks, each rank
+reads the part that it needs.
 """
 
 from collections import defaultdict
@@ -44,7 +44,9 @@ class OptimizerState:
                     state[f"{names[parameter]}.{key}"] = self.stored(parameter, value)
                 elif value is not None:
                     kind = type(self.optimizer).__name__
-                    raise ValueError(f"the state of {kind} must be tensors, got {type(value).__name__} for {key!r}")
+                    raise ValueError(
+                        f"the state of {kind} must contain only tensors, got {type(value).__name__} for {key!r}"
+                    )
         return state
 
     def empty(self, stored: Mapping[str, StoredTensor]) -> State:
@@ -56,7 +58,7 @@ class OptimizerState:
         return wanted
 
     def load_state_dict(self, state: State) -> None:
-        """Replace the optimizer state by `state`, which has the format of `empty`."""
+        """Replace the optimizer state with `state`, which has the format of `empty`."""
         self.optimizer.state.clear()
         for where, value in state.items():
             name, _, key = where.rpartition(".")
@@ -79,9 +81,9 @@ class OptimizerState:
 
 
 class OptimizerStateOfPieces(OptimizerState):
-    """The state of an optimizer that updates pieces of parameters.
+    """The state of an optimizer that updates shards of parameters.
 
-    State tensors with one number for each element are split in the same way as the parameter.
+    State tensors that contain one number per element are split in the same way as the parameter.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, pieces: "Pieces", named: Mapping[str, torch.Tensor]) -> None:
@@ -89,20 +91,20 @@ class OptimizerStateOfPieces(OptimizerState):
 
         Args:
             optimizer: This rank's optimizer.
-            pieces: Wraps a piece as a DTensor of the full parameter.
-            named: The pieces that `optimizer` updates, by parameter name.
+            pieces: Wraps a shard as a DTensor of the full parameter.
+            named: The shards that `optimizer` updates, by parameter name.
         """
         super().__init__(optimizer, named)
         self.pieces = pieces
 
     def stored(self, parameter: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-        """Return `value` as a DTensor if it has one number for each element of the piece."""
+        """Return `value` as a DTensor if it contains one number for each element of the shard."""
         names = {id(each): name for name, each in self.named.items()}
         is_piece = value.dim() and value.shape == parameter.shape
         return self.pieces.of_whole(names[id(parameter)], value) if is_piece else value
 
     def place(self, parameter: torch.Tensor, what: StoredTensor) -> torch.Tensor:
-        """Return zeros for the stored state of a piece: a DTensor, unless the stored tensor is a scalar."""
+        """Return zeros for the stored state of a shard, as a DTensor unless the stored tensor is a scalar."""
         if what.shape == torch.Size():
             return super().place(parameter, what)
         names = {id(each): name for name, each in self.named.items()}
@@ -114,9 +116,10 @@ class OptimizerStateOfPieces(OptimizerState):
 
 
 class Pieces:
-    """Wraps this rank's piece of a parameter as a DTensor of the flattened full parameter.
+    """Wraps this rank's shard of a parameter as a DTensor of the flattened full parameter.
 
-    The DTensor is split evenly. If there are several copies of the model, it is replicated over the rows of the mesh.
+    The DTensor is split evenly. If there are several replicas of the model, the DTensor is replicated over the rows of
+    the mesh.
     """
 
     def __init__(self, model: nn.Module, world: World, mesh: Mesh | None = None) -> None:
@@ -125,7 +128,7 @@ class Pieces:
         Args:
             model: The model before it is sharded, with full parameters.
             world: The ranks.
-            mesh: The number of copies and of ranks for each copy. The default is a single copy.
+            mesh: The number of model replicas and the number of ranks per replica. The default is a single replica.
         """
         self.counts = {name: parameter.numel() for name, parameter in model.named_parameters()}
         self.mesh: DeviceMesh | None = None
@@ -133,10 +136,10 @@ class Pieces:
             self.mesh = device_mesh(world, mesh)
 
     def of_whole(self, name: str, piece: torch.Tensor) -> torch.Tensor:
-        """Return the piece of parameter `name` as a DTensor of the flattened parameter.
+        """Return the shard of parameter `name` as a DTensor of the flattened parameter.
 
-        The DTensor shares the memory of the piece, so a checkpoint that reads into the DTensor updates the piece. In a
-        single process, the piece itself is returned.
+        The DTensor shares the memory of the shard, so a checkpoint that reads into the DTensor updates the shard. In a
+        single process, the shard itself is returned.
         """
         if self.mesh is None:
             return piece
@@ -146,7 +149,7 @@ class Pieces:
 
 
 def device_mesh(world: World, mesh: Mesh | None) -> DeviceMesh:
-    """Return the mesh as a `DeviceMesh`, which is 1-D if there is only one copy of the model. Collective."""
+    """Return the mesh as a `DeviceMesh`, which is 1-D if there is only one replica of the model. Collective."""
     if mesh is None or mesh.replicate == 1:
         return init_device_mesh(world.device.type, (world.size,))
     return init_device_mesh(world.device.type, tuple(mesh), mesh_dim_names=("replicate", "shard"))
@@ -208,8 +211,8 @@ def with_parameters(
 
     Args:
         optimizer: An optimizer that has not taken a step.
-        of: Returns the replacement of a parameter.
-        part_of: Returns the replacement of a state tensor, given its parameter and the tensor.
+        of: Returns the replacement for a parameter.
+        part_of: Returns the replacement for a state tensor, given its parameter and the tensor.
     """
     full_state, optimizer.state = optimizer.state, defaultdict(dict)
     for group in optimizer.param_groups:

@@ -42,7 +42,7 @@ class Zero1Strategy(DDPStrategy):
 
         Args:
             *args: Passed to `DDPStrategy`.
-            mesh: The ranks that share one copy of the optimizer state. The default is all ranks.
+            mesh: The ranks that share one replica of the optimizer state. The default is all ranks.
             **options: Passed to `DDPStrategy`.
         """
         super().__init__(*args, **options)
@@ -64,7 +64,7 @@ class Zero1Strategy(DDPStrategy):
 
 
 class ShardedStrategy(ABC):
-    """Base class of the strategies in which each rank updates only its piece of the parameters."""
+    """Base class of the strategies in which each rank updates only its shard of the parameters."""
 
     link: Link | None = None  # gradients use torch.distributed's collectives
     loss_multiplier = 1.0  # factor of the loss; the world size if gradients are averaged over ranks instead of summed
@@ -85,9 +85,9 @@ class ShardedStrategy(ABC):
             model: The model, with full parameters.
             world: The ranks.
             loss: Computes the loss of a micro-batch.
-            accumulation: The number of micro-batches for each rank and step.
-            precision: The precision of the forward pass and the loss scale.
-            mesh: The number of copies of the model and of ranks for each copy. The default is a single copy.
+            accumulation: The number of micro-batches per rank per step.
+            precision: The precision of the forward pass, and the loss scale.
+            mesh: The number of model replicas and the number of ranks per replica. The default is a single replica.
         """
         self.module, self.world, self.accumulation, self.mesh = model, world, accumulation, mesh
         self.loss = StepLoss(loss, world, precision)
@@ -109,7 +109,7 @@ class ShardedStrategy(ABC):
 
     @abstractmethod
     def setup_optimizer(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
-        """Return an optimizer that updates this rank's pieces. Collective.
+        """Return an optimizer that updates this rank's shards. Collective.
 
         Args:
             optimizer: An optimizer of the full model that has not taken a step.
@@ -137,12 +137,12 @@ class ShardedStrategy(ABC):
     def backward(self, batches: Sequence[Any], stop_flags: float = 0.0) -> Totals:
         """Run the forward and backward pass of each micro-batch and reduce its gradients. Collective.
 
-        The gradients of each micro-batch are reduced before the next micro-batch starts. This keeps them sharded, but a
-        step needs one reduction for each micro-batch.
+        The gradients of each micro-batch are reduced before the next micro-batch starts. This keeps the gradients
+        sharded, but a step needs one reduction per micro-batch.
 
         Args:
             batches: This rank's micro-batches.
-            stop_flags: Summed over all ranks together with the losses.
+            stop_flags: The stop flags to sum over all ranks, together with the losses.
 
         Returns:
             The sums and counts of the losses and metrics over all ranks.
@@ -174,7 +174,8 @@ class ShardedStrategy(ABC):
         """Return the norm of the full gradient. Collective.
 
         Args:
-            gradients: This rank's pieces. The squares are summed over the ranks of one copy of the model.
+            gradients: The gradients of this rank's shards. The squares are summed over the ranks of one replica of the
+                model.
         """
         return total_norm_over(gradients, self.shards.inside, self.shards.size, self.world.device)
 
@@ -183,7 +184,7 @@ class ShardedStrategy(ABC):
         broadcast_tensors(self.world, list(self.module.buffers()))
 
     def evaluation_weights(self) -> AbstractContextManager[object]:
-        """Return a context without effect: evaluation uses the weights of the model."""
+        """Return a context manager without effect, because evaluation uses the weights of the model."""
         return nullcontext()
 
     def checkpoint_components(self, optimizer: torch.optim.Optimizer) -> dict[str, Part]:
@@ -210,7 +211,7 @@ class Zero2Strategy(ShardedStrategy):
         self.shards = self.sharded.shards
 
     def setup_optimizer(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
-        """Replace the optimizer's parameters by this rank's pieces, and gather all parameters after each step."""
+        """Replace the optimizer's parameters with this rank's shards, and gather all parameters after each step."""
         require_shardable(optimizer)
         require_elementwise(optimizer, "zero2")
         pieces: Mapping[Any, torch.Tensor] = self.sharded.pieces
@@ -223,7 +224,7 @@ class Zero2Strategy(ShardedStrategy):
         return optimizer
 
     def stepped_parameters(self) -> dict[str, nn.Parameter]:
-        """Return this rank's pieces of the trained parameters, by name."""
+        """Return this rank's shards of the trained parameters, by name."""
         return {name: self.sharded.pieces[parameter] for name, parameter in self.sharded.named.items()}
 
     def reduce(self) -> None:
@@ -231,22 +232,22 @@ class Zero2Strategy(ShardedStrategy):
         self.sharded.reduce()
 
     def assign_gradients(self) -> None:
-        """Assign the reduced gradients to the pieces. Collective."""
+        """Assign the reduced gradients to the shards. Collective."""
         self.sharded.finish()
 
     def full_parameters(self) -> AbstractContextManager[nn.Module]:
-        """Return a context with the model, whose parameters are always full."""
+        """Return a context manager that yields the model, whose parameters are always full."""
         return nullcontext(self.module)
 
     def sharded_components(self, optimizer: torch.optim.Optimizer) -> tuple[Part, Any]:
-        """Return the model, which every rank stores in full, and the optimizer state of this rank's pieces."""
+        """Return the model, which every rank stores in full, and the optimizer state of this rank's shards."""
         return (self.module, "replicated"), OptimizerStateOfPieces(optimizer, self.pieces, self.stepped_parameters())
 
 
 class Zero3Strategy(ShardedStrategy):
     """Shards the parameters, the gradients and the optimizer state (ZeRO-3).
 
-    With precision bf16, parameters are gathered and used in bfloat16. This halves the bytes of each gather.
+    With precision bf16, parameters are gathered and used in bfloat16. This halves the bytes of each all-gather.
     """
 
     def setup(self) -> None:
@@ -259,7 +260,7 @@ class Zero3Strategy(ShardedStrategy):
     def setup_optimizer(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
         """Shard the model and the optimizer's state. Collective.
 
-        The optimizer keeps the same `Parameter` objects, which are this rank's pieces from now on.
+        The optimizer keeps the same `Parameter` objects, which become this rank's shards.
         """
         require_shardable(optimizer)
         require_elementwise(optimizer, "zero3")
@@ -278,7 +279,7 @@ class Zero3Strategy(ShardedStrategy):
         self.sharded.reduce()
 
     def assign_gradients(self) -> None:
-        """Assign the reduced gradients to the pieces. Collective."""
+        """Assign the reduced gradients to the shards. Collective."""
         self.sharded.finish()
 
     def full_parameters(self) -> AbstractContextManager[nn.Module]:
@@ -286,6 +287,6 @@ class Zero3Strategy(ShardedStrategy):
         return self.sharded.full_parameters()
 
     def sharded_components(self, optimizer: torch.optim.Optimizer) -> tuple[Part, Any]:
-        """Return the sharded model and the optimizer state of this rank's pieces."""
+        """Return the sharded model and the optimizer state of this rank's shards."""
         model = ModelState(self.module, self.pieces.of_whole)
         return (model, "sharded"), OptimizerStateOfPieces(optimizer, self.pieces, self.stepped_parameters())
