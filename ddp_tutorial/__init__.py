@@ -1,8 +1,8 @@
 """Learn and practice PyTorch distributed data-parallel training with real ranks, on any machine.
 
 This module exports the names that a training script needs. `__init__.pyi` lists these names. Each name is imported on
-first use. Therefore, a rank that only needs `launch` does not load plotting libraries, and the commands that only read
-logs do not load torch.
+first use. Therefore, a rank that only needs `launch` does not load plotting libraries. Commands that only read logs do
+not load torch.
 """
 
 from typing import Any
@@ -29,7 +29,7 @@ def load_ipython_extension(shell: Any) -> None:
 
 
 def unload_ipython_extension(shell: Any) -> None:
-    """Stop the ranks that `%ranks start` started, when `%unload_ext ddp_tutorial` runs."""
+    """Stop the ranks started by `%ranks start` when `%unload_ext ddp_tutorial` runs."""
     from ddp_tutorial.live.magics import unload
 
     unload(shell)

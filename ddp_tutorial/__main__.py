@@ -1,4 +1,4 @@
-"""Define the command line, `python -m ddp_tutorial COMMAND`, which is also installed as `ddp-tutorial`.
+"""Define the command-line interface `python -m ddp_tutorial COMMAND`, which is also installed as `ddp-tutorial`.
 
 The exit codes are:
 

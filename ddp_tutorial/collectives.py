@@ -33,15 +33,15 @@ def all_reduce_sum(world: World, tensor: torch.Tensor) -> torch.Tensor:
 def all_reduce_mean(world: World, tensor: torch.Tensor) -> torch.Tensor:
     """Return the mean of `tensor` over all ranks. Collective.
 
-    This is the mean over samples only if all ranks have the same number of samples. For losses, reduce sums and counts
-    with `all_reduce_sum` and divide once.
+    The result is the mean over samples only if all ranks process the same number of samples. For losses, reduce sums
+    and counts with `all_reduce_sum` and divide once.
     """
     return all_reduce_sum(world, tensor) / world.size
 
 
 @dataclass(frozen=True)
 class Mean:
-    """A sum and its count, not divided yet. Unlike means, both can be added across ranks and micro-batches."""
+    """A sum and a count, whose quotient is a mean. Unlike means, sums and counts can be added across ranks."""
 
     sum: torch.Tensor
     count: float
@@ -52,7 +52,7 @@ class Mean:
 
 
 def all_reduce_means(world: World, means: list[Mean]) -> list[float]:
-    """Return each mean over the samples of all ranks, using one all-reduce. Collective.
+    """Return each mean over all ranks' samples, computed with one all-reduce. Collective.
 
     Every rank must pass the same number of means.
     """
@@ -65,7 +65,7 @@ def all_reduce_means(world: World, means: list[Mean]) -> list[float]:
 def to_vector(values: Sequence[float | torch.Tensor], device: torch.device) -> torch.Tensor:
     """Return the values as one float64 tensor.
 
-    On a GPU, the values are not read, because reading would wait for the kernels that compute them.
+    Tensors on a GPU are not copied to the CPU, because the copy would wait for the kernels that compute them.
     """
     if device.type == "cpu":
         return torch.tensor([float(value) for value in values], dtype=torch.float64)
@@ -80,7 +80,7 @@ def any_rank(world: World, flag: bool) -> bool:
 def all_gather(world: World, obj: T) -> list[T]:
     """Return the objects of all ranks, in rank order, on every rank. Collective.
 
-    Use it for small picklable objects, not for tensors.
+    Use this function for small picklable objects, not for tensors.
     """
     require_group(world)
     if world.size == 1:
@@ -167,9 +167,9 @@ def _picklable(error: Exception) -> Exception:
 
 @torch.no_grad()
 def broadcast_tensors(world: World, tensors: Sequence[torch.Tensor]) -> None:
-    """Replace all `tensors` with rank 0's values, in place. Collective.
+    """Replace the values of `tensors` with rank 0's values, in place. Collective.
 
-    There is one broadcast per dtype and device.
+    Tensors of the same dtype on the same device are broadcast together.
     """
     require_group(world)
     if world.size == 1:
@@ -184,7 +184,7 @@ def broadcast_tensors(world: World, tensors: Sequence[torch.Tensor]) -> None:
 
 
 def copy_from_flat(flat: torch.Tensor, tensors: Sequence[torch.Tensor]) -> None:
-    """Split `flat` into the sizes of `tensors`, and copy the values into `tensors`, in place."""
+    """Split `flat` according to the sizes of `tensors`, and copy the values into `tensors`."""
     for tensor, piece in zip(tensors, flat.split([tensor.numel() for tensor in tensors]), strict=True):
         tensor.copy_(piece.view(tensor.shape))
 
@@ -220,11 +220,11 @@ def rank_zero_first(world: World) -> Iterator[None]:
 def assert_same(world: World, tensors: Mapping[str, torch.Tensor], what: str = "tensor") -> None:
     """Raise an error on every rank if the tensors are not bitwise identical on all ranks. Collective.
 
-    The names, order, shapes, and dtypes must also be the same.
+    The names, order, shapes, and dtypes must also be the same on all ranks.
 
     Args:
         world: The ranks to compare.
-        tensors: The tensors of this rank, by name.
+        tensors: This rank's tensors, by name.
         what: The description of a tensor in the error message.
 
     Raises:
@@ -242,10 +242,10 @@ def assert_same(world: World, tensors: Mapping[str, torch.Tensor], what: str = "
 
 
 def first_difference(of_ranks: Sequence[Mapping[str, object]], first: int = 0) -> tuple[str, str] | None:
-    """Return the first name whose value differs between ranks, and a description. Return None if no value differs.
+    """Return the first name whose value differs between ranks and a description, or None if no value differs.
 
     Args:
-        of_ranks: The values of each rank, by name.
+        of_ranks: Each rank's values, by name.
         first: The rank to which the first element of `of_ranks` belongs.
     """
     for name in dict.fromkeys(name for each in of_ranks for name in each):
@@ -256,7 +256,7 @@ def first_difference(of_ranks: Sequence[Mapping[str, object]], first: int = 0) -
 
 
 def digest(tensors: Mapping[str, torch.Tensor]) -> str:
-    """Return the SHA-256 of the names, shapes, dtypes, and bytes of the tensors, in the given order."""
+    """Return the SHA-256 hash of the tensors' names, shapes, dtypes, and bytes, in the given order."""
     sha = hashlib.sha256()
     for name, tensor in tensors.items():
         sha.update(f"{name} {tuple(tensor.shape)} {tensor.dtype};".encode())

@@ -1,8 +1,8 @@
 """Wrap private APIs of PyTorch and other libraries, and names that differ between library versions.
 
-No other module of the package uses a private API of a library, so a new PyTorch version can break only this file.
-Each entry states why the private API is necessary. If possible, it also states a public fallback, in case the library
-removes the private API. `tests/test_compat.py` tests all entries with torch 2.13.0.
+Only this module uses private library APIs, so a change to such an API can break only this file. Each entry states why
+the private API is necessary. If possible, it also states a public fallback, in case the library removes the private
+API. `tests/test_compat.py` tests all entries with torch 2.13.0.
 """
 
 import inspect
@@ -71,9 +71,10 @@ __all__ = [
 def current_backward() -> int | None:
     """Return the ID of the backward pass that autograd is running in this thread, or None.
 
-    Each backward pass has a different ID, even if a reentrant activation checkpoint runs it inside another pass.
+    Each backward pass receives a different ID, even if reentrant activation checkpointing runs it inside another pass.
 
-    PyTorch has no public function for this. `torch.utils.checkpoint` uses the same private function. Fallback: none.
+    PyTorch provides no public function for this purpose. `torch.utils.checkpoint` uses the same private function.
+    Fallback: none.
     """
     number = torch._C._current_graph_task_id()
     return None if number == -1 else number
@@ -87,7 +88,7 @@ def is_in_backward() -> bool:
 def after_backward(callback: Callable[[], None]) -> None:
     """Call `callback` when the running backward pass finishes without an exception.
 
-    PyTorch has no public function for this. `fully_shard` uses the same private method. Fallback: none.
+    PyTorch provides no public function for this purpose. `fully_shard` uses the same private method. Fallback: none.
     """
     Variable._execution_engine.queue_callback(callback)
 
@@ -139,9 +140,9 @@ def storage_id(tensor: torch.Tensor) -> int:
 
 
 def argument_names(operator: Any) -> list[str]:
-    """Return the names of an operator's arguments, for example for the `func` argument of a dispatch mode.
+    """Return the names of an operator's arguments. A dispatch mode receives such an operator as `func`.
 
-    Operators have no public schema. Fallback: parse `str(operator)`.
+    The schema of an operator is not public. Fallback: parse `str(operator)`.
     """
     return [argument.name for argument in operator._schema.arguments]
 
@@ -149,16 +150,16 @@ def argument_names(operator: Any) -> list[str]:
 def remove_step_hooks(optimizer: torch.optim.Optimizer) -> None:
     """Remove all step pre-hooks and step post-hooks from `optimizer`.
 
-    A public handle can remove a hook, but only the caller that registered the hook has its handle. Fallback: none.
+    A public handle can remove a hook, but only the caller that registered the hook holds this handle. Fallback: none.
     """
     optimizer._optimizer_step_pre_hooks = OrderedDict()
     optimizer._optimizer_step_post_hooks = OrderedDict()
 
 
 def is_compiled(module: nn.Module) -> bool:
-    """Return whether `torch.compile` was applied to `module` or to a module inside it.
+    """Return whether `torch.compile` was applied to `module` or to one of its submodules.
 
-    PyTorch has no public function for this. Fallback: return False.
+    PyTorch provides no public function for this purpose. Fallback: return False.
     """
     return any("_orig_mod" in part._modules or part._compiled_call_impl is not None for part in module.modules())
 
@@ -166,8 +167,8 @@ def is_compiled(module: nn.Module) -> bool:
 def uncompiled(module: nn.Module) -> nn.Module:
     """Return `module` with each `torch.compile(...)` wrapper replaced by the wrapped module.
 
-    The wrapped module stays compiled with the wrapper's options, as after `module.compile(...)`. Its parameter names
-    then do not contain `_orig_mod`. A wrapper has no public attribute for its module or its options. Fallback: require
+    The wrapped module stays compiled with the wrapper's options, as after `module.compile(...)`. The parameter names do
+    not contain `_orig_mod`. A wrapper does not expose its module or its options publicly. Fallback: require
     `module.compile(...)` instead.
     """
     for part in list(module.modules()):
@@ -194,14 +195,14 @@ def _unwrapped(module: nn.Module) -> nn.Module:
 def default_store() -> dist.Store:
     """Return the store of the default process group. Requires a process group.
 
-    The store is public only for a caller that has created the store itself. However, `init_process_group` or torchrun
-    usually creates it. Fallback: create a `TCPStore` on rank 0 and broadcast its address.
+    The store is accessible through the public API only if the caller created it. Usually, `init_process_group` or
+    torchrun creates the store. Fallback: create a `TCPStore` on rank 0 and broadcast its address.
     """
     return dist.distributed_c10d._get_default_store()
 
 
 def group_ranks() -> dict[str, list[int]]:
-    """Return the global ranks of each process group that this rank belongs to, by group name.
+    """Return the global ranks of each process group that contains this rank, by group name.
 
     `get_process_group_ranks` is public, but the list of groups is not. Fallback: the default process group only.
     """
@@ -219,7 +220,7 @@ def abort_process_group() -> None:
 
 
 def forward_sync_buffers(*, enabled: bool) -> dict[str, Any]:
-    """Return the argument of `DistributedDataParallel` that enables the broadcast of buffers in the forward pass.
+    """Return the `DistributedDataParallel` argument that sets whether the forward pass broadcasts buffers.
 
     PyTorch 2.13 renamed the argument and warns about the old name.
     """
@@ -230,15 +231,15 @@ def forward_sync_buffers(*, enabled: bool) -> dict[str, Any]:
 def flight_record(*, entries: bool = True, stacks: bool = True) -> dict[str, Any]:
     """Return this process's record from PyTorch's flight recorder. Requires a process group.
 
-    The record is public only as a file, which PyTorch writes when an NCCL collective times out. Fallback:
-    return an empty dict, so that hang reports do not list collectives.
+    The public API provides the record only as a file, which PyTorch writes when an NCCL collective times out. Fallback:
+    return an empty dict, and omit collectives from hang reports.
 
     Args:
         entries: Whether to include the most recent collectives, under "entries".
         stacks: Whether to include the Python stack of each collective.
 
     Returns:
-        The content of the file. "pg_status" contains the last collective of each process group.
+        The content of that file as a dict. "pg_status" contains the last collective of each process group.
     """
     name = "_dump_nccl_trace" if dist.get_backend() == "nccl" else "_dump_fr_trace"
     dump = getattr(torch._C._distributed_c10d, name)
@@ -252,7 +253,7 @@ def flight_record(*, entries: bool = True, stacks: bool = True) -> dict[str, Any
 def import_dynamo() -> None:
     """Import `torch._dynamo` now.
 
-    DistributedDataParallel and the first optimizer of a process import this module, which takes seconds. If a process
+    DistributedDataParallel and a process's first optimizer import this module. The import takes seconds. If a process
     group exists at that time, the module keeps the group alive. No public function imports only this module. Fallback:
     do nothing.
     """
@@ -297,7 +298,7 @@ def worker_processes(iterator: Any) -> list["BaseProcess"]:
 def shutdown_workers(iterator: Any) -> None:
     """Stop the workers of a `DataLoader` iterator now.
 
-    The public API stops the workers when the iterator is garbage-collected. Fallback: terminate the processes.
+    The public API stops the workers only when the iterator is garbage-collected. Fallback: terminate the processes.
     """
     iterator._shutdown_workers()
 

@@ -27,15 +27,15 @@ BASE = CONFIGS / "base.yaml"  # contains all settings with their defaults
 
 
 class ConfigError(ValueError):
-    """Raised for an invalid config or environment. The message is one line for the user."""
+    """Raised for an invalid config or environment. The message is a single line, written for the user."""
 
 
 class MissingPackageError(ConfigError, ImportError):
-    """Raised if an optional package that is required by a part of the project is not installed."""
+    """Raised if an optional package that a feature requires is not installed."""
 
 
 def require_package(name: str, extra: str) -> None:
-    """Raise `MissingPackageError`, which contains the install command, if the package `name` is not installed."""
+    """Raise `MissingPackageError` with the install command if the package `name` is not installed."""
     if find_spec(name) is None:
         raise MissingPackageError(
             f"the package {name} is required here, but is not installed. Run: pip install 'ddp-tutorial[{extra}]'"
@@ -43,9 +43,9 @@ def require_package(name: str, extra: str) -> None:
 
 
 class FailedError(RuntimeError):
-    """Raised for a failure at run time that is not a bug, such as a full disk.
+    """Raised for a runtime failure that is not a bug, such as a full disk.
 
-    The message is complete, so the command line prints no traceback.
+    The message fully describes the failure, so the command-line interface prints no traceback.
     """
 
 
@@ -62,7 +62,7 @@ class Config(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
 
     def model_copy(self, *, update: Mapping[str, Any] | None = None, deep: bool = False) -> Self:
-        """Return a copy in which the settings in `update` are changed and validated.
+        """Return a copy with the settings in `update` applied and validated.
 
         Pydantic's own `model_copy` does not validate, so it would accept the misspelled setting `nproc`.
 
@@ -89,7 +89,7 @@ def load(source: str | Path, cls: type[SomeConfig], overrides: Iterable[str] = (
 
     Args:
         source: A path, or the name of a config in `configs/`.
-        cls: The class of the config.
+        cls: The config class.
         overrides: Settings of the form `key=value`.
 
     Raises:
@@ -109,12 +109,15 @@ def from_arguments(cls: type[SomeConfig], arguments: Iterable[str]) -> SomeConfi
 
 
 def load_with(source: str | Path, cls: type[SomeConfig], values: Mapping[str, Any], origin: str) -> SomeConfig:
-    """Read a config file and override it with `values`, like `load`. Error messages about `values` contain `origin`."""
+    """Read a config file like `load`, and override its settings with `values`.
+
+    Error messages about `values` contain `origin`.
+    """
     return _validated(cls, [*layers(source), (origin, dict(values))])
 
 
 def layers(source: str | Path, overrides: Iterable[str] = ()) -> list[Layer]:
-    """Return the settings of each file, from the base to the named file, followed by the overrides."""
+    """Return each file's settings, from the base config to `source`, followed by the overrides."""
     files = [(path.name, values) for path, values in _read(find_config(source), seen=())]
     return [*files, *((COMMAND_LINE, _override(override)) for override in overrides)]
 
@@ -129,7 +132,7 @@ def is_chosen(name: str, source: str | Path, overrides: Iterable[str] = ()) -> b
 
 
 def merged(layers: Iterable[Layer], alternatives: Iterable[tuple[str, str]] = ()) -> dict[str, Any]:
-    """Merge the layers. A later layer overrides previous layers, including the `alternatives` of its settings."""
+    """Merge the layers. A later setting overrides the same setting and its `alternatives` in previous layers."""
     both_ways = [*alternatives, *((other, one) for one, other in alternatives)]
     values: dict[str, Any] = {}
     for _, above in layers:
@@ -148,7 +151,7 @@ def flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def check(cls: type[SomeConfig], values: Mapping[str, Any], origin: str) -> SomeConfig:
-    """Return `cls(**values)`.
+    """Validate `values`, and return them as an instance of `cls`.
 
     Raises:
         ConfigError: If a value is invalid. The message is one line that starts with `origin` and describes the first
@@ -161,7 +164,7 @@ def _validated(cls: type[SomeConfig], layers: Sequence[Layer]) -> SomeConfig:
     """Validate the merged layers.
 
     Raises:
-        ConfigError: If a value is invalid. The message is one line that starts with the layer of the invalid setting.
+        ConfigError: If a value is invalid. The message is one line that starts with the origin of the invalid setting.
     """
     try:
         return cls.model_validate(merged(layers, cls.alternatives))
@@ -172,7 +175,7 @@ def _validated(cls: type[SomeConfig], layers: Sequence[Layer]) -> SomeConfig:
 
 
 def _origin(layers: Sequence[Layer], error: ErrorDetails) -> str:
-    """Return the last layer that sets the invalid setting, or the file if no layer sets it."""
+    """Return the origin of the last layer that contains the invalid setting, or the file if no layer does."""
     place = ".".join(map(str, error["loc"]))
     groups = [[place]] if place else []
     if (
@@ -235,7 +238,7 @@ def did_you_mean(name: str, known: Sequence[str]) -> str:
 
 
 class _Loader(yaml.SafeLoader):
-    """The safe loader with two rules from YAML 1.2.
+    """A safe YAML loader that implements two rules from YAML 1.2.
 
     The loader parses 1e-3 as a number, whereas YAML 1.1 requires 1.0e-3 and parses 1e-3 as a string. It parses 1:30:00
     as text, whereas YAML 1.1 parses it as 5400.
@@ -276,7 +279,7 @@ def parse_yaml(text: str, origin: str) -> Any:
 
 
 def _read(path: Path, seen: tuple[Path, ...]) -> list[tuple[Path, dict[str, Any]]]:
-    """Return the settings of the files that a file extends, from the base on, and then the file's own settings."""
+    """Return the settings of each file in the chain of `extends`, from the base config to `path`."""
     if path.resolve() in seen:
         circle = " -> ".join(each.name for each in (*seen, path.resolve()))
         raise ConfigError(f"'extends' is circular: {circle}. Remove 'extends' from one of these files.")
@@ -356,7 +359,7 @@ def _typed(key: str, value: Any) -> str:
 
 
 def _owner(cls: type[Config], location: tuple[int | str, ...]) -> type[Config]:
-    """Return the class that declares the last part of `location`."""
+    """Return the config class that declares the setting at `location`."""
     for part in location[:-1]:
         field = cls.model_fields.get(str(part))
         group = None if field is None else group_of(field)
@@ -367,7 +370,7 @@ def _owner(cls: type[Config], location: tuple[int | str, ...]) -> type[Config]:
 
 
 def group_of(field: FieldInfo) -> type[Config] | None:
-    """Return the class of a group of settings, or None for a single setting."""
+    """Return the config class of a group of settings, or None if the field is a single setting."""
     kinds = (field.annotation, *get_args(field.annotation))
     return next((kind for kind in kinds if isinstance(kind, type) and issubclass(kind, Config)), None)
 

@@ -28,7 +28,7 @@ def memory() -> int:
 
 
 def describe_environment() -> dict[str, Any]:
-    """Return versions and hardware as JSON-compatible values, which show whether two measurements are comparable."""
+    """Return versions and hardware as JSON-compatible values, to check whether measurements are comparable."""
     return {
         "python": platform.python_version(),
         "torch": torch.__version__,
@@ -42,7 +42,7 @@ def describe_environment() -> dict[str, Any]:
 
 @contextmanager
 def variables_restored(*names: str) -> Iterator[None]:
-    """Restore the values of these environment variables at the end of the block."""
+    """Restore the values of the environment variables `names` at the end of the block."""
     before = {name: os.environ.get(name) for name in names}
     try:
         yield
@@ -55,7 +55,7 @@ def variables_restored(*names: str) -> Iterator[None]:
 
 
 def _processor() -> str:
-    """Return the model name of the processor from Linux's /proc, or Python's description on other systems."""
+    """Return the processor's model name from /proc on Linux, or Python's description on other systems."""
     try:
         with open("/proc/cpuinfo", encoding="utf-8") as file:
             return next(line.partition(":")[2].strip() for line in file if line.startswith("model name"))
@@ -64,7 +64,7 @@ def _processor() -> str:
 
 
 def integer_variable(environ: Mapping[str, str], name: str, default: int | None = None) -> int:
-    """Return the value of an environment variable that must be an integer, or `default` if it is not set.
+    """Return the integer value of an environment variable, or `default` if the variable is not set.
 
     Raises:
         ConfigError: If the variable is not an integer, or if it is not set and has no default.

@@ -1,7 +1,8 @@
 """Write files and folders atomically, and lock folders.
 
-A file or folder is written under a temporary name, flushed to disk, and then renamed atomically. `observe_disk` calls
-an observer before these operations. The observer can simulate a failing disk or a crash at the worst moment.
+A file or folder is written under a temporary name, flushed to disk, and then renamed atomically. `observe_disk`
+registers an observer that is called before each of these operations. The observer can simulate a failing disk or a
+crash at the worst moment.
 """
 
 import errno
@@ -29,10 +30,10 @@ LOG = logging.getLogger(__name__)
 
 
 def _find_runs() -> Path:
-    """Return the folder of all runs, and print a message if it is not in the working directory.
+    """Return the folder that contains all runs. Print a message if it is not in the working directory.
 
-    If the working directory is read-only, the folder is in the home directory. In this case, a notebook's kernel also
-    changes its working directory, because some notebook cells write to `runs/...` themselves.
+    If the working directory is read-only, the folder is in the home directory. In a notebook, this function also
+    changes the kernel's working directory, because some cells write to `runs/...` themselves.
     """
     named = os.environ.get("DDP_TUTORIAL_RUNS")
     elsewhere = Path.home() / "ddp_tutorial"
@@ -93,7 +94,7 @@ def temporary_path(path: Path) -> Path:
 
 
 def final_name(path: Path) -> str:
-    """Return the name that `temporary_path` converted to this path. Return any other path's name unchanged."""
+    """Return the original file name of a path from `temporary_path`. Return any other path's name unchanged."""
     return re.sub(r"^\.(.+)\.[0-9a-f]{8}\.part$", r"\1", path.name)
 
 
@@ -177,9 +178,11 @@ def _sync_all(folder: Path) -> None:
 
 
 def sync(path: Path) -> None:
-    """Flush a file, or the entries of a folder, to disk. A rename is durable after its folder has been flushed.
+    """Flush a file, or the entries of a folder, to disk.
 
-    Some file systems (9p, CIFS, some FUSE file systems) do not support this for folders. The resulting error is
+    A rename is durable only after the parent folder has been flushed to disk.
+
+    Some file systems (9p, CIFS, some FUSE file systems) do not support flushing folders. The resulting error is
     ignored, because there is no alternative.
     """
     notify_observers("fsync", path)
@@ -200,7 +203,7 @@ def build_once(folder: Path, fill: Callable[[Path], object]) -> None:
 
     Args:
         folder: The folder to create.
-        fill: Writes the files into the temporary folder that is passed to it.
+        fill: A function that writes the files into the temporary folder that it receives.
     """
     if folder.exists():
         return
@@ -213,7 +216,7 @@ def build_once(folder: Path, fill: Callable[[Path], object]) -> None:
 
 
 def rename(path: Path, name: Path) -> None:
-    """Rename a file or folder atomically. The rename is durable after `sync` of the parent folder."""
+    """Rename a file or folder atomically. The rename is durable only after a `sync` of the parent folder."""
     notify_observers("rename", name)
     path.rename(name)
 
@@ -244,7 +247,7 @@ def replace_directory(new: Path, path: Path) -> None:
 def recover(path: Path) -> None:
     """Complete or undo a `replace_directory` that was interrupted.
 
-    If the new folder already has the name `path`, remove the old folder. Otherwise, restore the old folder.
+    If the new folder has already been renamed to `path`, remove the old folder. Otherwise, restore the old folder.
     """
     if replaced_path(path).exists() and not path.exists():
         rename(replaced_path(path), path)
@@ -260,7 +263,7 @@ def remove(path: Path) -> None:
 
 
 def remove_temporary(folder: Path, name: str) -> None:
-    """Remove temporary files that killed processes have left for `folder/name`. The name may contain wildcards.
+    """Remove temporary files for `folder/name` left behind by killed processes. The name may contain wildcards.
 
     Lock the folder first, so that no other process is writing to these files.
     """
@@ -313,15 +316,15 @@ class _Owner(NamedTuple):
 
 @contextmanager
 def locked(folder: Path) -> Iterator[None]:
-    """Lock `folder` until the block ends or this process exits, even if it is killed.
+    """Lock `folder` until the block ends, or until this process exits or is killed.
 
-    The lock is a file in `folder`, which is removed at the end. Two mechanisms exclude other processes:
+    The lock is a file in `folder` that is removed when the block ends. Two mechanisms exclude other processes:
 
     - The kernel's lock on this file. NFS and Lustre may enforce this lock on one host only, and some file systems do
-    not support it. - The owner that is stored in the file. On the same machine, the owner is valid as long as its
-    process runs. On a different machine, the owner is valid as long as it touches the file, which it does every 5
-    seconds. Therefore, if a run is killed on one machine, resuming the run on a different machine starts with a wait of
-    15 seconds.
+      not support it.
+    - The owner that is stored in the file. On the same machine, the owner is valid as long as its process runs. On a
+      different machine, the owner is valid as long as it touches the file, which it does every 5 seconds. Therefore, if
+      a run is killed on one machine, a different machine waits 15 seconds before it resumes the run.
 
     The second mechanism has limits. If two machines acquire the lock at the same instant, both may succeed. An owner
     that is suspended for 15 seconds loses the lock.
@@ -349,8 +352,8 @@ def locked(folder: Path) -> Iterator[None]:
 def is_locked(folder: Path) -> bool:
     """Return whether a process has locked `folder`, without waiting for the lock.
 
-    The function holds the kernel's lock briefly, and `locked` waits until the lock is released. The clocks of the
-    machines must differ by less than a minute.
+    The function holds the kernel's lock briefly, and `locked` waits until the lock is released. The machines' clocks
+    must differ by less than a minute.
     """
     try:
         fd = os.open(folder / _LOCK, os.O_RDONLY)
@@ -395,7 +398,7 @@ def _open_lock(path: Path) -> int:
 
 
 def _flock(fd: int, kind: int) -> bool:
-    """Acquire a lock of the given `kind`, or release it, without waiting. Return whether this succeeded."""
+    """Acquire or release a lock of the given `kind` without waiting. Return whether the operation succeeded."""
     try:
         fcntl.flock(fd, kind | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -404,7 +407,7 @@ def _flock(fd: int, kind: int) -> bool:
 
 
 def _is_at(fd: int, path: Path) -> bool:
-    """Return whether the open file still has this path."""
+    """Return whether `path` still refers to the open file."""
     try:
         return os.path.samestat(os.fstat(fd), path.stat())
     except FileNotFoundError:
@@ -423,7 +426,7 @@ def _machine() -> str:
 
 
 def _started(pid: int) -> float | None:
-    """Return the start time of a process, or None if it is not running."""
+    """Return the start time of a process, or None if the process is not running."""
     import psutil  # slow to import
 
     try:
@@ -457,7 +460,7 @@ def _is_running(owner: _Owner) -> bool:
 
 @contextmanager
 def _touching(fd: int) -> Iterator[None]:
-    """Touch the file every few seconds, from a thread, until the block ends."""
+    """Touch the file every few seconds from a background thread until the block ends."""
     over = threading.Event()
 
     def touch() -> None:
@@ -475,7 +478,7 @@ def _touching(fd: int) -> Iterator[None]:
 
 
 def _is_touched(path: Path) -> bool:
-    """Return whether a process touches or writes the file, after up to three touch intervals.
+    """Wait for up to three touch intervals, and return whether a process touched or wrote the file.
 
     The file is opened again for each check, so that network file systems query their server.
     """

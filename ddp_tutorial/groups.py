@@ -12,8 +12,8 @@ from ddp_tutorial.world import World, require_group
 def group_of(groups: Sequence[Sequence[int]], world: World, purpose: str = "mesh") -> Any:
     """Return this rank's process group among `groups`, or None if no group contains this rank. Collective.
 
-    Every rank of the world must pass all groups. Two calls with the same groups and purpose return the same group.
-    Choose a different purpose for collectives that may start in a different order on each rank.
+    Every rank of the world must pass the complete list of groups. Two calls with the same groups and purpose return the
+    same group. Choose a different purpose for collectives that may start in a different order on each rank.
     """
     require_group(world)
     mine = None
@@ -30,13 +30,13 @@ _shared_groups: WeakKeyDictionary[dist.ProcessGroup, dict[tuple[object, ...], An
 def shared_group(ranks: Sequence[int], purpose: str, **options: Any) -> Any:
     """Return the process group of `ranks` for `purpose`. The first call creates the group. Collective.
 
-    A gloo group requires threads and sockets, so models share groups. The groups are destroyed together with the
-    default group.
+    Models share groups, because each gloo group requires its own threads and sockets. The groups are destroyed together
+    with the default group.
 
     Args:
         ranks: The members of the group, as ranks in the default group.
-        purpose: Distinguishes groups with the same members.
-        options: The arguments of `torch.distributed.new_group`.
+        purpose: A name that distinguishes groups with the same members.
+        options: Keyword arguments for `torch.distributed.new_group`.
     """
     default = dist.group.WORLD
     assert default is not None, "shared_group needs a default process group"

@@ -23,7 +23,7 @@ _LOST = ("timed out", "timeout", "by peer", "connection refused", "no route to h
 
 
 class LostHostError(FailedError):
-    """Raised if a different host, or a rank on it, no longer responds."""
+    """Raised if a different host, or a rank on that host, no longer responds."""
 
 
 class Peer(NamedTuple):
@@ -41,8 +41,8 @@ def interface_to(address: str) -> str | None:
         address: A host name or an IP address.
 
     Returns:
-        The interface name. None if the name is unknown, or if `address` is a loopback address, because all ranks are
-        then on this host.
+        The interface name, or None if the name is unknown or `address` is a loopback address. With a loopback address,
+        all ranks are on this host.
     """
     if address in {"", "localhost", "::1"} or address.startswith("127."):
         return None
@@ -66,7 +66,7 @@ def choose_interface(rendezvous_address: str) -> None:
     """Set GLOO_SOCKET_IFNAME to the interface that reaches `rendezvous_address`, unless the variable is already set.
 
     Raises:
-        ConfigError: If the variable is already set to an interface that this host does not have.
+        ConfigError: If the variable is already set to an interface that does not exist on this host.
     """
     wanted = os.environ.get(GLOO_INTERFACE)
     if not wanted:
@@ -96,10 +96,10 @@ def own_address() -> str:
 
 
 def raise_if_lost(error: BaseException, peers: Sequence[Peer], rank: int) -> None:
-    """Raise `LostHostError` if `error` means that a rank on a different host has timed out or disconnected.
+    """Raise `LostHostError` if `error` indicates that a rank on a different host has timed out or disconnected.
 
     Args:
-        error: The error of a collective.
+        error: The exception that a collective raised.
         peers: The locations of all ranks, or an empty sequence if all ranks are on one host.
         rank: The rank of this process.
 
@@ -117,7 +117,7 @@ def describe_lost_host(error: BaseException, peers: Iterable[Peer], rank: int) -
     The function probes all other hosts in parallel, for up to `_PROBE_SECONDS`.
 
     Args:
-        error: The error of a collective.
+        error: The exception that a collective raised.
         peers: The locations of all ranks.
         rank: The rank of this process.
     """

@@ -18,7 +18,9 @@ EPOCH = "epoch"
 
 
 def check_interval(value: Any, least: int) -> Interval:
-    """Return `value` if it is a valid interval, which is at least `least` steps or a positive number of epochs.
+    """Return `value` if it is a valid interval.
+
+    A valid interval is at least `least` steps, or a positive number of epochs.
 
     Raises:
         PydanticCustomError: If the interval is invalid.
@@ -42,7 +44,7 @@ def _epochs(text: str) -> float:
 
 
 def steps_between(name: str, interval: Interval, steps_per_epoch: float | None) -> float:
-    """Return the number of steps in an interval, which may be a fraction.
+    """Return the number of steps in an interval. The number may be a fraction.
 
     Raises:
         ConfigError: If the interval is in epochs, and the length of an epoch is unknown.

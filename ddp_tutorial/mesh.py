@@ -40,12 +40,12 @@ class Mesh(NamedTuple):
 
     @property
     def rows(self) -> list[list[int]]:
-        """The ranks of each row."""
+        """The ranks in each row."""
         return [list(range(first, first + self.span)) for first in range(0, self.replicate * self.span, self.span)]
 
     @property
     def columns(self) -> list[list[int]]:
-        """The ranks of each column."""
+        """The ranks in each column."""
         return [list(column) for column in zip(*self.rows, strict=True)]
 
     def row_and_column(self, rank: int) -> tuple[int, int]:

@@ -1,7 +1,7 @@
 """Mark the phases of a step with common names, as in `with phase("data"): ...`.
 
-Timing, profiler traces, plots, logs, and injected faults use the same names. Observers receive two events per phase, at
-its start and at its end.
+Timing, profiler traces, plots, logs, and injected faults use the same names. Observers receive one event at the start
+of each phase and one event at the end.
 
     with observe(Stopwatch()) as watch:
         with phase("data"):
@@ -44,7 +44,7 @@ _observers: tuple[Observer, ...] = ()
 
 
 def phase(name: str) -> AbstractContextManager[None]:
-    """Mark the block as the phase `name`, for all observers and for the trace of a running profiler.
+    """Mark the block as the phase `name`, for all observers and for any running profiler.
 
     To inject a fault, an observer may raise an exception at the start of the phase. The end of the phase is reported
     even if the block raises an exception.
@@ -55,8 +55,8 @@ def phase(name: str) -> AbstractContextManager[None]:
 class _Phase(AbstractContextManager[None]):
     """The context manager of a phase.
 
-    The context manager is a class, because a generator is slower. For the same reason, `record_function` is used only
-    while a profiler is recording. Otherwise, a 5 ms step would be measurably slower.
+    The context manager is a class, because a generator would be slower. For the same reason, `record_function` is used
+    only while a profiler is recording. Otherwise, a 5 ms step would be measurably slower.
     """
 
     __slots__ = ("_name", "_record")
@@ -102,15 +102,15 @@ def _notify(name: str, *, entered: bool) -> None:
 class Stopwatch:
     """An observer that sums the seconds spent in each phase. A nested phase also counts toward the outer phase.
 
-    Phases may overlap in several threads, such as the threads that write checkpoint files. The times of all threads are
-    summed.
+    Phases in different threads may overlap, for example while threads write checkpoint files. The times of all threads
+    are summed.
 
     On a GPU, the stopwatch measures the execution time between two events in the CUDA stream. The time of the Python
     code would not be meaningful, because Python only launches kernels.
     """
 
     def __init__(self, device: torch.device | None = None) -> None:
-        """Start without any phases.
+        """Create a stopwatch without recorded phases.
 
         Args:
             device: The device of the rank. On a GPU, the stopwatch measures GPU time.

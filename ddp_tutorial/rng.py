@@ -12,13 +12,16 @@ from numpy.random.mtrand import get_bit_generator, set_bit_generator
 def seed_of(*entropy: int) -> int:
     """Return a 32-bit seed derived from any number of integers. The seeds of (1, 0) and (0, 1) are unrelated.
 
-    Do not use sums such as seed + rank. Rank 1 with seed 0 would draw the same numbers as rank 0 with seed 1.
+    Do not use sums such as seed + rank. With these sums, rank 1 with seed 0 would draw the same numbers as rank 0 with
+    seed 1.
     """
     return int(np.random.SeedSequence(entropy).generate_state(1)[0])
 
 
 def reseed(*entropy: int, device: torch.device | None = None) -> None:
-    """Seed Python, NumPy, torch on the CPU, and `device` if it is a GPU, from `entropy` alone.
+    """Seed the generators of Python, NumPy, and torch from `entropy` alone.
+
+    If `device` is a GPU, its generator is also seeded.
 
     torch's seed is `seed_of(*entropy)`. NumPy and Python receive different seeds. If NumPy's global generator is not an
     MT19937, it is replaced with an MT19937.
@@ -37,7 +40,10 @@ def reseed(*entropy: int, device: torch.device | None = None) -> None:
 
 @contextmanager
 def preserved_rng(device: torch.device | None = None) -> Iterator[None]:
-    """Restore the generators of Python, NumPy, torch on the CPU, and `device` if it is a GPU, after the block."""
+    """Restore the generators of Python, NumPy, and torch after the block.
+
+    If `device` is a GPU, its generator is also restored.
+    """
     python, cpu = random.getstate(), torch.get_rng_state()
     generator, numpy = get_bit_generator(), np.random.get_state(legacy=False)
     gpu = torch.cuda.get_rng_state(device) if device is not None and device.type == "cuda" else None
@@ -54,7 +60,7 @@ def preserved_rng(device: torch.device | None = None) -> Iterator[None]:
 
 @contextmanager
 def seeded_rng(*entropy: int, device: torch.device | None = None) -> Iterator[None]:
-    """Seed all generators from `entropy` for the block, and restore them after it (see `preserved_rng`)."""
+    """Seed all generators from `entropy` for the block, and restore them afterward (see `preserved_rng`)."""
     with preserved_rng(device):
         reseed(*entropy, device=device)
         yield

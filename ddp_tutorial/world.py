@@ -1,8 +1,8 @@
 """Describe a rank with a frozen `World`, and create its process group.
 
-Environment variables identify the launcher, which is torchrun, `launch` (which sets the same variables) or Slurm's
-`srun`. Without a launcher, there is one process. The variables are read by a pure function, so the tests need no
-cluster.
+Environment variables identify the launcher, which is torchrun, `launch`, or Slurm's `srun`. `launch` sets the same
+variables as torchrun. Without a launcher, there is one process. The variables are read by a pure function, so the tests
+need no cluster.
 """
 
 import os
@@ -83,7 +83,7 @@ class World:
         Args:
             environ: The environment variables.
             device: "auto", "cpu", or "cuda".
-            gpus: The number of GPUs visible to this process. The default is to count them.
+            gpus: The number of GPUs visible to this process. By default, the visible GPUs are counted.
             backend: "auto", "gloo", or "nccl".
             timeout: The timeout of a collective.
 
@@ -120,21 +120,21 @@ def choose_device(
     *,
     one_gpu_per_task: bool = False,
 ) -> torch.device:
-    """Return a rank's device, which is a GPU if the machine has one GPU for each of its ranks, and otherwise the CPU.
+    """Return a GPU if the machine has a GPU for each of its ranks, and the CPU otherwise.
 
-    If there are fewer GPUs than ranks, the ranks share them only if the device is "cuda" and the backend is "gloo".
+    If there are fewer GPUs than ranks, the ranks share the GPUs only if the device is "cuda" and the backend is "gloo".
 
     Args:
         device: "auto", "cpu", or "cuda".
         local_rank: The rank on this machine.
         local_size: The number of ranks on this machine.
-        gpus: The number of GPUs visible to this process. The default is to count them.
+        gpus: The number of GPUs visible to this process. By default, the visible GPUs are counted.
         backend: "auto", "gloo", or "nccl".
         one_gpu_per_task: Whether the visible GPUs belong to this rank alone.
 
     Raises:
-        ConfigError: If `device` is unknown, or if it is "cuda", there are too few GPUs, and the ranks cannot share
-            them.
+        ConfigError: If `device` is unknown. Also raised if `device` is "cuda", there are too few GPUs, and the ranks
+            cannot share GPUs.
     """
     if device not in {"auto", "cpu", "cuda"}:
         raise ConfigError(f"device must be 'auto', 'cpu' or 'cuda', got {device!r}")
@@ -188,7 +188,7 @@ def process_group(world: World) -> Iterator[World]:
         ConfigError: If the existing group has a different backend, or if GLOO_SOCKET_IFNAME specifies an unknown
             interface.
         LostHostError: If an exception in the block was caused by a rank on a different host. The message contains the
-            host.
+            host name.
     """
     if world.size == 1:
         yield world
@@ -255,7 +255,7 @@ def _meeting_place(world: World) -> str:
 
 
 def agent_store(timeout: timedelta) -> dist.Store:
-    """Return the store of torchrun's agent, which the agent's ranks use as their rendezvous while the agent runs."""
+    """Return the store of torchrun's agent. The agent's ranks use this store as their rendezvous."""
     return dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False, timeout=timeout)
 
 
@@ -265,9 +265,9 @@ def attempt_store(store: dist.Store, world: World) -> dist.Store:
     torchrun's agent keeps its store when it restarts the ranks. The new ranks would find the old ranks' addresses, and
     most restarts would fail or hang in torch 2.13. Setting TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 in the agent's
     environment would also avoid this problem. No environment variable identifies the attempt, because
-    TORCHELASTIC_RESTART_COUNT differs between agents. Therefore, rank 0 chooses a random prefix. Every other rank sends
-    a request that contains a random number, and accepts only an answer with the same number. Answers from earlier
-    attempts are therefore ignored.
+    TORCHELASTIC_RESTART_COUNT differs between agents. Therefore, rank 0 chooses a random prefix. All other ranks send a
+    request that contains a random number, and accept only an answer with the same number. They therefore ignore answers
+    from earlier attempts.
 
     Raises:
         RuntimeError: If a rank does not join within `world.timeout`.
@@ -310,7 +310,9 @@ def abandon_group(world: World) -> None:
 
 
 def require_group(world: World) -> None:
-    """Raise an error if `world` has several ranks but no process group of that size. Ranks would train separately.
+    """Raise an error if `world` contains several ranks but no process group of that size exists.
+
+    Otherwise, the ranks would train separate models.
 
     Raises:
         RuntimeError: If there is no process group, or if its size differs.

@@ -436,7 +436,7 @@ BAD: dict[str, tuple[Callable[[World], Any], str]] = {
     ),
     "best of what": (
         lambda world: trainer_of(world, config_of(best_model=True, best={"metric": "acuracy"})).train(),
-        "ConfigError: 'best.metric' 'acuracy' is not evaluated.",
+        "ConfigError: 'best.metric' must be the name of an evaluated metric, got 'acuracy'.",
     ),
 }
 

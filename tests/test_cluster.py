@@ -114,7 +114,7 @@ def test_invalid_settings_are_rejected_before_anything_starts(wrong: dict[str, A
 
 def test_other_operating_systems_get_a_message_that_linux_is_required(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "platform", "darwin")
-    assert clusters.unsupported_reason() == "a cluster requires Linux, because it uses kernel namespaces, got darwin"
+    assert clusters.unsupported_reason() == "a cluster requires Linux, got darwin: it uses Linux kernel namespaces"
 
 
 def test_a_system_without_namespaces_reports_this_in_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -169,9 +169,9 @@ REFUSED: dict[str, tuple[str, dict[str, str], str]] = {
     "other nodes": (
         "slurm tiny nprocs=2 nodes=2 nodelist=n[1-3]",
         {},
-        "'slurm.nodes' must be 3, as in 'slurm.nodelist' n[1-3], got 2",
+        "'slurm.nodes' must be 3, the number of nodes in 'slurm.nodelist' (n[1-3]), got 2",
     ),
-    "unequal nodes": ("slurm tiny nprocs=3 nodes=2", {}, "'nprocs' must be a multiple of 'slurm.nodes' 2, got 3"),
+    "unequal nodes": ("slurm tiny nprocs=3 nodes=2", {}, "'nprocs' must be a multiple of 'slurm.nodes' (2), got 3"),
 }
 
 

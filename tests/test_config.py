@@ -380,7 +380,7 @@ def test_did_you_mean_falls_back_to_all_known_names() -> None:
         (["stepz=1"], "command line: unknown key 'stepz'"),
         (["model.width=31"], "command line: 'model.width' must be a multiple of "),
         (["ddp.variant=flat", "ddp.hook=fp16"], "command line: 'hook' is an option of variant "),
-        (["resume=auto"], "command line: 'resume' auto resumes "),
+        (["resume=auto"], "command line: 'resume' = auto requires "),
         (["seed=3"], "above.yaml: 'clip' "),
         (["clip=1.0", "seed=3"], "below.yaml: 'warmup_steps' "),
     ],

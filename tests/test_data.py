@@ -328,7 +328,7 @@ def test_a_text_column_that_is_not_requested_is_ignored(tmp_path: Path) -> None:
 
 
 def test_an_empty_list_of_files_is_rejected() -> None:
-    with pytest.raises(ConfigError, match="no Arrow files"):
+    with pytest.raises(ConfigError, match="requires at least one Arrow file"):
         ArrowShards([])
 
 

@@ -394,7 +394,9 @@ def stop_while_locked(world: World) -> None:
 
 def test_a_rank_stopped_with_the_lock_is_named_within_the_timeout() -> None:
     start = time.monotonic()
-    with pytest.raises(RankError, match="rank 0 raised TimeoutError: rank 1 was stopped while it held the lock"):
+    with pytest.raises(
+        RankError, match="rank 0 raised TimeoutError: rank 1 was stopped while it held the shared-memory lock"
+    ):
         launch(stop_while_locked, 2, device="cpu", threads=1, echo=False, timeout=TIMEOUT, collective_timeout=2)
     assert time.monotonic() - start < 45
 

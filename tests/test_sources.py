@@ -368,7 +368,7 @@ def test_a_stream_that_fails_is_reported_with_its_places() -> None:
 
 def test_a_stream_of_text_is_rejected_with_advice() -> None:
     dataset = datasets.Dataset.from_dict({"x": [1, 2], "text": ["a", "b"]}).to_iterable_dataset()
-    with pytest.raises(SourceError, match=r"'text' is a str, not a tensor\. .*dataset\.select_columns"):
+    with pytest.raises(SourceError, match=r"'text' of type str, not a tensor\. .*dataset\.select_columns"):
         next(StreamedSource(dataset, 2, SINGLE_PROCESS))
     assert len(take(StreamedSource(dataset.select_columns("x"), 2, SINGLE_PROCESS), 2)) == 2
 

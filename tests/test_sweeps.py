@@ -239,7 +239,7 @@ def assert_refused_in_one_line(notebook: Path, settings: list[str], told: str) -
         (["how=a,"], "has an empty value"),
         (["how=a]"], "not valid YAML"),
         (["how=a", "how=b"], "'how' is set twice"),
-        (["how=a,a"], "'how' has the value \"a\" twice"),
+        (["how=a,a"], "'how' lists the value \"a\" twice"),
         (["number=.inf"], "values must be text, finite numbers"),
         (["how=2024-01-01"], "YAML reads 2024-01-01 as a date; quote it"),
         (["hwo=a"], "tiny.ipynb has no parameter 'hwo'. Did you mean 'how'?"),
@@ -267,7 +267,7 @@ def test_a_mistake_in_the_grid_is_reported_in_one_line(notebook: Path, settings:
         ("a.json", "[3]", "must contain a list of points"),
         ("a.yaml", "[{2: 1}]", "a parameter must have a name such as ddp.variant, got 2"),
         ("a.yaml", "[{how: a}, {how: b, number: 2}]", "got how, number for point 2"),
-        ("a.yaml", "[{how: a}, {how: a}]", 'the point {"how": "a"} occurs twice; to run a point again, use --repeats'),
+        ("a.yaml", "[{how: a}, {how: a}]", 'the point {"how": "a"} occurs twice; to repeat a point, use --repeats'),
         ("a.yaml", "[{how: 2024-01-01}]", "YAML reads 2024-01-01 as a date"),
         ("a.yaml", "[{hwo: a}]", "tiny.ipynb has no parameter 'hwo'. Did you mean 'how'?"),
         ("a.yaml", "[{name: a}]", "'name' cannot be swept"),
@@ -317,7 +317,7 @@ def test_notebooks_that_cannot_be_swept_are_rejected(workdir: Path) -> None:
     for path, told in [
         (Path("gone.ipynb"), "there is no notebook 'gone.ipynb'"),
         (Path("text.ipynb"), "text.ipynb is not a notebook"),
-        (nameless, "nameless.ipynb has no parameter 'name'"),
+        (nameless, "nameless.ipynb must have a parameter 'name'"),
         (untagged, "untagged.ipynb must have one cell tagged 'parameters', got 0"),
         (broken, "the cell after the parameters raised SyntaxError"),
     ]:

@@ -1,4 +1,4 @@
-"""Train with Hugging Face's Accelerate as a strategy.
+"""Define a strategy that trains with Hugging Face's Accelerate.
 
 Accelerate wraps the model, decides in which micro-batch the ranks communicate, and runs the backward pass. Everything
 else is the same as in the other strategies. The losses of all ranks are summed and divided by the total count,
@@ -37,13 +37,13 @@ def require_accelerate() -> None:
 
 
 class AccelerateStrategy(ReplicatedStrategy):
-    """Data parallelism with Accelerate's `prepare`, `accumulate` and `backward`.
+    """A data-parallel strategy that uses Accelerate's `prepare`, `accumulate` and `backward`.
 
     The constructor is collective. Of the options in `config`, only those in `FORWARDED_OPTIONS` are used.
 
     Raises:
-        ConfigError: If Accelerate is not installed. Also if ACCELERATE_* variables or an earlier `Accelerator` in this
-            process configured a different world, a different device or features other than gradient averaging.
+        ConfigError: If Accelerate is not installed. Also raised if ACCELERATE_* variables or an earlier `Accelerator`
+            in this process configured a different world, a different device or features other than gradient averaging.
     """
 
     link: Link | None = None  # PyTorch's C++ code calls gloo or NCCL directly
@@ -95,7 +95,7 @@ class AccelerateStrategy(ReplicatedStrategy):
         return self.accumulation
 
     def backward(self, batches: Sequence[Any], stop_flags: float = 0.0) -> Totals:
-        """Fill `.grad` and return the totals of all ranks; see `Strategy.backward`."""
+        """Compute `.grad`, and return the totals of all ranks; see `Strategy.backward`."""
         if not batches:
             raise ValueError("a step must have at least 1 micro-batch, got 0")
         parts = len(batches)
@@ -135,7 +135,7 @@ def _require_launch_options(dtype: str, accumulation: int) -> None:
 
 @contextmanager
 def _environment_of(world: World) -> Iterator[None]:
-    """Set the environment variables that Accelerate reads to the values of `world` for the duration of the block.
+    """Set Accelerate's environment variables to the values of `world` for the duration of the block.
 
     Without these values, Accelerate would ignore Slurm's variables, create a process group even if torchrun started
     only one rank, and change the number of threads.
@@ -161,7 +161,7 @@ def _environment_of(world: World) -> Iterator[None]:
 
 
 def _require_fit(accelerator: Any, world: World) -> None:
-    """Raise `ConfigError` if Accelerate is not set up for this rank of `world`."""
+    """Raise `ConfigError` if Accelerate is not configured for this rank of `world`."""
     kind = accelerator.distributed_type.value
     wanted = "NO" if world.size == 1 else f"MULTI_{'GPU' if world.device.type == 'cuda' else 'CPU'}"
     found = (kind, accelerator.process_index, accelerator.num_processes, str(accelerator.device))

@@ -1,8 +1,9 @@
-"""Train with bitwise identical results on 1, 2, 4 ... ranks.
+"""Train with bitwise identical results on 1, 2, 4, ... ranks.
 
-Floating-point sums depend on the order of the operands. Here, the order does not depend on the number of ranks. A step
-has V micro-batches (a power of two), numbered as in `sharding.permutation.shard_micro_batches`, and their gradients are
-summed in one binary tree. In a round that starts with n gradients, gradient v and gradient v + n / 2 are added:
+Floating-point sums depend on the order of the operands. In this module, the order does not depend on the number of
+ranks. A step contains V micro-batches, numbered as in `sharding.permutation.shard_micro_batches`, where V is a power of
+two. The micro-batch gradients are summed in one binary tree. In a round that starts with n gradients, gradient v and
+gradient v + n / 2 are added:
 
     V = 4      0   1   2   3
                 \\   \\ /   /            0 + 2 and 1 + 3: each within one rank, if there are two ranks
@@ -36,8 +37,8 @@ class InvariantStrategy(ReplicatedStrategy):
 
     Runs are bitwise identical only with the same processor type, torch version and micro-batch size. On CPUs, sums also
     depend on the number of threads. The constructor sets this number to one, and `Trainer.train` restores it. A model
-    with buffers, such as BatchNorm's running statistics, is rejected, because buffers depend on which rank processed
-    which samples.
+    with buffers, such as BatchNorm's running statistics, is rejected, because buffers depend on the assignment of
+    samples to ranks.
     """
 
     link: Link | None = None  # gradients are sent by torch's collectives
@@ -51,7 +52,7 @@ class InvariantStrategy(ReplicatedStrategy):
         seed: int = 0,
         precision: Precision | None = None,
     ) -> None:
-        """Broadcast rank 0's weights, and use one thread from now on.
+        """Broadcast rank 0's weights, and limit this process to one thread.
 
         Args:
             model: The model, on this rank's device.
@@ -59,7 +60,7 @@ class InvariantStrategy(ReplicatedStrategy):
             loss: The loss function.
             micro_batches: The number of micro-batches per step over all ranks, a power of two.
             seed: The seed of dropout.
-            precision: The precision. The default is float32.
+            precision: The mixed-precision steps. The default is float32.
 
         Raises:
             ConfigError: If the model contains buffers, or if `micro_batches` is not compatible with the number of
@@ -103,7 +104,10 @@ class InvariantStrategy(ReplicatedStrategy):
         return totals
 
     def _gradient(self, batch: Any, number: int) -> torch.Tensor:
-        """Return one micro-batch's gradient as a vector, followed by one flag per parameter: 1 if used, otherwise 0."""
+        """Return one micro-batch's gradient as a vector, followed by one flag per parameter.
+
+        A flag is 1 if the micro-batch used the parameter, and 0 otherwise.
+        """
         self.module.zero_grad(set_to_none=True)
         with seeded_rng(self.seed, self.step, number, device=self.world.device):
             with phase("forward"):
@@ -118,11 +122,11 @@ class InvariantStrategy(ReplicatedStrategy):
         """Do nothing, because models with buffers are rejected."""
 
     def state_dict(self) -> Mapping[str, float]:
-        """Return the step, on which the random numbers depend, and the state of the loss."""
+        """Return the state of the loss and the step, which determines the random numbers."""
         return {"step": self.step, **super().state_dict()}
 
     def load_state_dict(self, state: Any) -> None:
-        """Restore a state."""
+        """Restore a state that `state_dict` returned."""
         self.step = int(state["step"])
         super().load_state_dict(state)
 
@@ -134,7 +138,7 @@ class InvariantStrategy(ReplicatedStrategy):
 
 
 class _Tree:
-    """A running sum that adds pairs of partial sums over the same number of vectors."""
+    """A running sum that adds two partial sums if they contain the same number of vectors."""
 
     def __init__(self) -> None:
         self.partial: list[tuple[int, torch.Tensor]] = []  # the number of vectors, and their sum
@@ -152,7 +156,10 @@ class _Tree:
 
 
 def bit_reversed(count: int) -> list[int]:
-    """Return 0 to `count` - 1 in bit-reversed order, such as 0 2 1 3. `count` must be a power of two."""
+    """Return the integers 0 to `count` - 1 in bit-reversed order, such as 0, 2, 1, 3.
+
+    `count` must be a power of two.
+    """
     order = [0]
     while len(order) < count:
         order = [2 * each for each in order] + [2 * each + 1 for each in order]

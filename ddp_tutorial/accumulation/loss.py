@@ -7,8 +7,8 @@
         return F.cross_entropy(logits, batch["digit"], reduction="sum"), count, {"accuracy": (right, count)}
 
 A loss function returns a sum and a count. Sums and counts of different micro-batches and ranks can be added, but means
-cannot. The count is the number of samples, or of tokens that are not padding. Metrics are also sums and counts, by
-name. To use several losses, return their weighted sum, and report each loss as a metric.
+cannot. The count is the number of samples, or of tokens that are not padding. Metrics are also sums and counts, in a
+dict by name. To use several losses, return their weighted sum, and report each loss as a metric.
 """
 
 import math
@@ -40,7 +40,7 @@ class LossError(ConfigError):
 
 @dataclass(frozen=True)
 class Totals:
-    """The sum and count of the loss and of each metric, by name, over all micro-batches of a step and all ranks."""
+    """The sum and count of the loss and of each metric, over all micro-batches of a step on all ranks."""
 
     sums: dict[str, float]
     counts: dict[str, float]
@@ -114,17 +114,17 @@ def _describe(value: object) -> str:
 
 
 class StepLoss:
-    """A loss function that is called for each micro-batch of a step and summed over micro-batches and ranks.
+    """A loss that is computed for each micro-batch of a step, and summed over micro-batches and ranks.
 
     The loss is the sum divided by the count, both over all ranks. However, the counts of other ranks are known only
     during the backward pass. Therefore, `forward` divides by an *expected* count, and `finish` multiplies the gradient
     by expected / actual. The expected count is the previous step's count, rounded to a power of two. Division by a
-    power of two is exact, so the gradient does not depend on the expected count. In float16, the values are about as
-    large as those of a mean.
+    power of two is exact, so the gradient does not depend on the expected count. As a result, float16 values are about
+    as large as for a mean loss.
     """
 
     def __init__(self, loss: Loss, world: World, precision: Precision | None = None) -> None:
-        """Start without an expected count. The first step determines it."""
+        """Start without an expected count, which the first step determines."""
         self.loss, self.world, self.precision = loss, world, precision or Precision(world=world)
         self.names: tuple[str, ...] = ()
         self.expected = 0.0
@@ -137,7 +137,7 @@ class StepLoss:
         self._micro_batches, self._parts, self._summed = micro_batches, {}, None
 
     def forward(self, model: Any, batch: Any, loss_multiplier: float = 1.0) -> torch.Tensor:
-        """Return the loss of one micro-batch, as its contribution to the mean over all ranks.
+        """Return one micro-batch's contribution to the mean loss over all ranks.
 
         The result is multiplied by `precision.loss_scale` and by `loss_multiplier`. The first call is collective: if
         the loss is invalid on some rank, all ranks raise `LossError`.
@@ -183,8 +183,8 @@ class StepLoss:
     def reduce(self, stop_flags: float = 0.0, path: int = 0) -> None:
         """Start the all-reduce of the totals. Collective.
 
-        Call this method after the last forward pass of a step. The all-reduce overlaps with the backward pass. It also
-        sums the `stop_flags`, and checks that `path`, a number below 2^16, is the same on all ranks.
+        Call this method after the last forward pass of a step. The all-reduce overlaps with the backward pass. The
+        all-reduce also sums the `stop_flags`, and checks that `path`, a number below 2^16, is the same on all ranks.
         """
         numbers = [*(value for pair in self._parts.values() for value in pair), stop_flags, path, path**2]
         values = to_vector(numbers, self.world.device)
@@ -225,13 +225,13 @@ class StepLoss:
             multiply_(gradients, self.expected / count)
 
     def _expect(self, totals: Totals) -> None:
-        """Set the expected count of the next step. Raise `ValueError` if the count over all ranks is zero."""
+        """Set the expected count for the next step. Raise `ValueError` if the count over all ranks is zero."""
         if not totals.counts[LOSS]:
             raise ValueError("the loss counted no elements on any rank in this step, so its mean is undefined")
         self.expected = _power_of_two(totals.counts[LOSS])
 
     def state_dict(self) -> dict[str, float]:
-        """Return the expected count, which is the same on all ranks. It determines which float16 values overflow."""
+        """Return the expected count, which is the same on all ranks and determines which float16 values overflow."""
         return {"expected": self.expected}
 
     def load_state_dict(self, state: Mapping[str, float]) -> None:

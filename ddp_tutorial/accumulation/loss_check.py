@@ -1,4 +1,4 @@
-"""Check whether a loss function returns a mean instead of a sum, which is the most frequent mistake."""
+"""Detect loss functions that return a mean instead of a sum. This mistake is the most frequent one."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -31,7 +31,7 @@ def require_sum(world: World, loss: Loss, model: nn.Module, batch: Any, precisio
 
 
 def has_rows(batch: Any) -> bool:
-    """Return whether `batch` is a tree of tensors with the same number of rows, at least one."""
+    """Return whether `batch` is a tree of tensors with the same number of rows, which is at least one."""
     rows = {len(leaf) if torch.is_tensor(leaf) and leaf.dim() else 0 for leaf in tree_leaves(batch)}
     return len(rows) == 1 and rows != {0}
 

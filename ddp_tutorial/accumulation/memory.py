@@ -46,7 +46,7 @@ def count_saved_bytes(model: nn.Module) -> Iterator[SavedBytes]:
 
 
 class PeakMemory(TorchDispatchMode):
-    """Measure the peak memory of the tensors that a block of code creates.
+    """A context manager that measures the peak memory of the tensors created in its block.
 
     with PeakMemory() as memory:
         loss_of(model, batch).backward()
@@ -69,7 +69,7 @@ class PeakMemory(TorchDispatchMode):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        """Call the operator, and count the memory of its inputs (as existing) and results (as new)."""
+        """Call the operator. Count its inputs as existing memory and its results as new memory."""
         for tensor in tree_leaves((args, kwargs)):
             if isinstance(tensor, torch.Tensor):
                 self._add(tensor, is_new=False)

@@ -1,8 +1,8 @@
 """Accumulate gradients over the micro-batches of an optimizer step, and communicate once.
 
 A step computes the gradient of the mean loss over all micro-batches on all ranks. If the micro-batches have different
-sizes, the mean of their means differs from this mean. Therefore, the losses are summed, and the sum is divided once by
-the total count (see `loss.StepLoss`).
+sizes, the mean of the micro-batch means differs from this overall mean. Therefore, the losses are summed, and the sum
+is divided once by the total count (see `loss.StepLoss`).
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -33,11 +33,12 @@ def group(items: Iterable[Item], count: int, remainder: Literal["flush", "drop"]
 def accumulate(model: DataParallel, loss: StepLoss, batches: Sequence[Any], stop_flags: float = 0.0) -> Totals:
     """Run the forward and backward passes of all micro-batches, and return the totals of all ranks. Collective.
 
-    Afterwards, `.grad` on every rank contains the gradient of the mean loss over the micro-batches of all ranks, times
-    `precision.loss_scale`. Ranks synchronize once, in the last micro-batch.
+    Afterwards, `.grad` on every rank contains the gradient of the mean loss over the micro-batches of all ranks,
+    multiplied by `precision.loss_scale`. Ranks synchronize once, in the last micro-batch.
 
     Raises:
-        ValueError: If there are no micro-batches. Also, on all ranks, if the count of the loss over all ranks is zero.
+        ValueError: If there are no micro-batches. Also raised on all ranks if the count of the loss over all ranks is
+            zero.
         LossError: If the loss function does not call `model`.
     """
     if not batches:

@@ -4,13 +4,14 @@
     forward pass of a micro-batch  ->    all-reduce: which ranks failed?  ->  none: backward pass
                                                                           ->  some: OutOfMemoryError on all ranks
 
-DDP's forward collectives run before the model computes, and its backward collectives have not started yet. Therefore,
-every rank can join the all-reduce at this point, even if its forward pass failed. The reduced tensor contains one
-number per rank. The all-reduce runs in each micro-batch and must wait for the forward pass.
+When this all-reduce runs, DDP's forward collectives have finished, and its backward collectives have not started.
+Therefore, every rank can join the all-reduce, even if its forward pass failed. The reduced tensor contains one number
+per rank. The all-reduce runs in each micro-batch and must wait for the forward pass.
 
-In three cases, the ranks do not agree, and the error aborts the run. In the backward pass, the other ranks are already
-in all-reduces that the failed rank never joins. A forward pass with collectives, such as that of `SyncBatchNorm`, has
-the same problem. If the first step fails, the next step would most likely fail as well.
+In three cases, the ranks cannot agree to skip the batch, and the error aborts the run. If a rank fails in the backward
+pass, the other ranks are already in all-reduces that the failed rank never joins. The same problem occurs in a forward
+pass with collectives, such as that of `SyncBatchNorm`. If the first step fails, the next step would most likely fail as
+well.
 """
 
 from typing import Any
@@ -42,7 +43,7 @@ class BackwardOutOfMemoryError(FailedError):
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Return whether a GPU or CPU allocator raised `error`. For the CPU, torch does not define an error type."""
+    """Return whether a GPU or CPU allocator raised `error`. torch defines no error type for the CPU."""
     if isinstance(error, MemoryError | torch.OutOfMemoryError):
         return True
     return (

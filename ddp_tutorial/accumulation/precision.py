@@ -41,9 +41,9 @@ def require_no_closure(optimizer: torch.optim.Optimizer) -> None:
 
 @dataclass
 class Scale:
-    """The loss scale. It is halved after an overflow and doubled after `growth_interval` steps without one.
+    """The loss scale. It is halved after an overflow and doubled after `growth_interval` steps without overflow.
 
-    `torch.amp.GradScaler` does the same for one process. All ranks must pass the same `overflow` to `update`.
+    `torch.amp.GradScaler` follows the same rule in one process. All ranks must pass the same `overflow` to `update`.
     """
 
     value: float
@@ -73,7 +73,7 @@ class Update(NamedTuple):
 
 
 def total_norm_over(tensors: Sequence[torch.Tensor], group: Any, ranks: int, device: torch.device) -> torch.Tensor:
-    """Return the norm over the `tensors` of all ranks of `group`, on each of these ranks. Collective.
+    """Return the norm of the `tensors` of all ranks in `group`, on each of these ranks. Collective.
 
     Args:
         tensors: This rank's tensors. An element that is stored on several ranks is counted once per rank.
@@ -92,8 +92,8 @@ class Precision:
 
     Use `autocast` in the forward pass, multiply the loss by `loss_scale`, and call `update` after the backward pass.
 
-    With DDP, all ranks have the same gradient and therefore the same norm. With a loss scale, the ranks nevertheless
-    agree on an overflow, because the weights would silently diverge if only some ranks updated them.
+    With DDP, all ranks hold the same gradient and therefore compute the same norm. With a loss scale, the ranks
+    nevertheless agree on an overflow, because the weights would silently diverge if only some ranks updated them.
     """
 
     def __init__(self, config: PrecisionConfig | None = None, world: World | None = None) -> None:
@@ -108,7 +108,10 @@ class Precision:
         return self.scale.value if self.scale else 1.0
 
     def autocast(self) -> AbstractContextManager[None]:
-        """Return the autocast context for the forward pass and the loss. The backward pass uses the same data types."""
+        """Return the autocast context manager for the forward pass and the loss.
+
+        The backward pass uses the same data types.
+        """
         if self.config.dtype == "fp32":
             return nullcontext()
         return torch.autocast(self.world.device.type, torch.float16 if self.scale else torch.bfloat16)
@@ -122,15 +125,16 @@ class Precision:
     ) -> Update:
         """Divide the gradient by the scale, clip it by its norm, run the optimizer step and clear the gradient.
 
-        Collective with float16: if the gradient is not finite on some rank, all ranks skip the step. The order matters,
-        because a gradient that was clipped before the division would be too small by the factor `scale`.
+        Collective with float16: if the gradient is not finite on some rank, all ranks skip the step. Clipping before
+        the division would make the gradient too small by the factor `scale`.
 
         Args:
             optimizer: The optimizer to step.
             clip: The maximum norm of the gradient. None disables clipping.
-            loss: The unscaled loss of all ranks. If it is not finite, or if the scale is 1, a smaller scale cannot
-                help.
-            norm_of: Returns the norm of the full gradient. Required if this rank stores only a shard of the gradient.
+            loss: The unscaled loss of all ranks. If the loss is not finite, or if the scale is 1, a smaller scale
+                cannot help.
+            norm_of: A function that returns the norm of the full gradient. Required if this rank stores only a shard of
+                the gradient.
         """
         parameters = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
         gradients = [p.grad for p in parameters if p.grad is not None]

@@ -39,19 +39,19 @@ class ReplicatedStrategy:
         return get_total_norm(gradients)
 
     def evaluation_weights(self) -> AbstractContextManager[object]:
-        """Return a context that does nothing, because the model already contains the weights to evaluate."""
+        """Return a context manager that does nothing, because the model already contains the evaluation weights."""
         return nullcontext()
 
     def full_parameters(self) -> AbstractContextManager[nn.Module]:
-        """Return a context that yields the model."""
+        """Return a context manager that yields the model."""
         return nullcontext(self.module)
 
     def checkpoint_components(self, optimizer: torch.optim.Optimizer) -> dict[str, Part]:
-        """Return the model and the optimizer, which are the same on all ranks."""
+        """Return the model and optimizer components, which are the same on all ranks."""
         return {"model": (self.module, "replicated"), "optimizer": (optimizer, "replicated")}
 
     def sync_buffers(self) -> None:
-        """Broadcast rank 0's buffers. After a step, each rank's BatchNorm has different running statistics."""
+        """Broadcast rank 0's buffers. BatchNorm's running statistics differ between ranks after a step."""
         broadcast_tensors(self.world, list(self.module.buffers()))
 
     def state_dict(self) -> Mapping[str, float]:
@@ -64,7 +64,7 @@ class ReplicatedStrategy:
 
 
 class DDPStrategy(ReplicatedStrategy):
-    """Data parallelism: every rank stores the full model, computes the gradient of its shard, and averages gradients.
+    """A strategy in which each rank stores the full model, and gradients are averaged over all ranks.
 
     With `agree_on_memory`, all ranks raise `OutOfMemoryError` if a rank runs out of memory in the forward pass. All
     ranks can then continue with the next step. The docstring of `out_of_memory` describes the cost and the limits.
@@ -109,7 +109,7 @@ class DDPStrategy(ReplicatedStrategy):
             ) from error
 
     def checkpoint_components(self, optimizer: torch.optim.Optimizer) -> dict[str, Part]:
-        """Return the model, the optimizer, and PowerSGD's compression errors, which differ between ranks."""
+        """Return the components of the model, the optimizer, and PowerSGD's per-rank compression errors."""
         components = super().checkpoint_components(optimizer)
         if self.model.kept is not None:  # the compression errors that a rank has not sent yet
             components["compression"] = (self.model.kept, "per_rank")

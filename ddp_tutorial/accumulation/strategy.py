@@ -16,10 +16,10 @@ Part = tuple[Any, str]
 
 
 class Strategy(Protocol):
-    """A way to compute the gradient on several ranks.
+    """A method of computing the gradient on several ranks.
 
-    After `backward`, `.grad` contains the gradient of the mean loss over the micro-batches of all ranks, times the loss
-    scale. A rank with sharded gradients stores only its shard. All methods are collective, except
+    After `backward`, `.grad` contains the gradient of the mean loss over the micro-batches of all ranks, multiplied by
+    the loss scale. If gradients are sharded, each rank stores only its shard. All methods are collective, except
     `micro_batches_per_rank`, `state_dict` and `load_state_dict`.
     """
 
@@ -51,11 +51,11 @@ class Strategy(Protocol):
         ...
 
     def evaluation_weights(self) -> AbstractContextManager[object]:
-        """Return a context in which the model contains the weights to evaluate, on every rank."""
+        """Return a context manager that loads the evaluation weights into the model on every rank."""
         ...
 
     def full_parameters(self) -> AbstractContextManager[nn.Module]:
-        """Return a context that yields the model with its full weights on every rank, to compare or save them."""
+        """Return a context manager that yields the model with its full weights on every rank."""
         ...
 
     def checkpoint_components(self, optimizer: torch.optim.Optimizer) -> dict[str, Part]:

@@ -1,4 +1,4 @@
-"""Run one optimizer step with any model, data and loss. The trainer, benchmarks and experiments use it.
+"""Run one optimizer step with any model, data and loss. The trainer, benchmarks and experiments use this module.
 
 step = make_train_step(model, source, loss, world, config)   # see training/step.py
 done = step()        # data, gradient, update; the same on all ranks
@@ -35,7 +35,7 @@ class StepResult:
         count: The number of elements in the loss (samples or tokens), summed over all ranks.
         grad_norm: The gradient's norm before clipping. In local SGD, this is the norm of this rank's gradient.
         learning_rate: The learning rate of the step.
-        applied: Whether the weights have changed. They do not change if float16 overflows.
+        applied: Whether the weights have changed. They do not change if a float16 gradient overflows.
         stop_flags: The sum of all ranks' stop flags.
     """
 
@@ -53,12 +53,12 @@ class TrainStep:
     Args:
         model: The model, on this rank's device.
         source: The source of micro-batches.
-        loss: Returns a sum and a count; see `accumulation.loss`.
+        loss: A function that returns a sum and a count; see `accumulation.loss`.
         world: The ranks.
-        strategy: Computes the gradient of `model`.
+        strategy: The strategy that computes the gradient of `model`.
         optimizer: The optimizer that `strategy.setup_optimizer` returned.
         scheduler: The learning rate schedule of `optimizer`.
-        precision: The precision that `strategy` was created with.
+        precision: The precision with which `strategy` was created.
         clip: The maximum norm of the gradient. None disables clipping.
         oom_skips: The maximum number of consecutive batches to skip if a rank runs out of memory in its forward pass.
 
@@ -130,7 +130,8 @@ class TrainStep:
         """Clip the gradient by its norm over all parameters, run the optimizer step, and clear the gradient.
 
         Returns:
-            The norm before clipping, and whether the weights have changed. They do not change if float16 overflowed.
+            The norm before clipping, and whether the weights have changed. They do not change if a float16 gradient
+            overflows.
         """
         norm, made, scale_may_help = self.precision.update(self.optimizer, self.clip, loss, self.strategy.norm)
         if not (made or scale_may_help):
@@ -141,9 +142,9 @@ class TrainStep:
     def warm_up(self) -> None:
         """Run the forward and backward passes of one step, and discard the gradient. Collective.
 
-        After the first backward pass of a process, DDP rebuilds its buckets in the order in which gradients arrived.
-        With three or more ranks, different buckets change the order of the sums. Therefore, a process that resumes a
-        run calls this method first.
+        After the first backward pass of a process, DDP rebuilds its buckets in the order in which gradients became
+        ready. With three or more ranks, different buckets change the order of the sums. Therefore, a process that
+        resumes a run calls this method first.
         """
         cursor = self.source.state_dict()
         self.strategy.backward(self.batches())

@@ -1,4 +1,4 @@
-"""Measure the cost of micro-batches, and of making the results independent of the number of ranks."""
+"""Measure the cost of micro-batches, and the cost of results that do not depend on the number of ranks."""
 
 from typing import Any
 

@@ -1,7 +1,7 @@
 """Run one attempt of a small training run, and inject a failure: a killed rank, a failed disk operation or a full disk.
 
-Failures happen at named points: the start and end of each phase, and disk operations (`files.observe_disk`), such as
-"fsync optimizer.pt".
+Failures happen at named points. These points are the start and end of each phase and the disk operations
+(`files.observe_disk`), such as "fsync optimizer.pt".
 """
 
 import errno
@@ -103,7 +103,7 @@ class Attempt:
         point: The point of the injected failure, or None if there was none.
         in_saving: Whether the failure happened while a checkpoint was being saved.
         published: The step of the newest checkpoint that was renamed to its final name.
-        seen: The number of visits to each point, for each rank that exited by itself.
+        seen: The number of visits to each point, for each rank that exited without being killed.
         refused: The error message of each rank that rejected the config.
         is_well: Whether all ranks exited with code 0.
         left: The number of processes still running after the attempt.
@@ -121,7 +121,8 @@ class Attempt:
 class Points:
     """The points that runs of one kind reach, in random order.
 
-    The points are learned from ranks that exit by themselves. Every point is used once before any point is repeated.
+    The points are learned from ranks that exit without being killed. Every point is used once before any point is
+    repeated.
     """
 
     def __init__(self, rng: random.Random, known: Mapping[tuple[int, str], int] | None = None) -> None:
@@ -152,11 +153,11 @@ class Points:
         return rank, point, self.random.randint(1, min(self.known[rank, point], 2))
 
     def put_back(self, how: How, rank: int, point: str) -> None:
-        """Return a point that the rank did not reach to the queue, for example because the rank did not resume."""
+        """Put a point back into the queue if the rank did not reach it, for example because the rank did not resume."""
         self.waiting[how].append((rank, point))
 
     def _shuffled(self, how: How, points: Iterable[tuple[int, str]]) -> list[tuple[int, str]]:
-        """Return the points that suit the failure, in random order.
+        """Return the points at which the failure is possible, in random order.
 
         A rank can be killed at any point. Disk failures happen only at disk operations.
         """
@@ -248,7 +249,7 @@ def _last_words(notes: Path) -> list[str]:
 def leftovers(folder: Path) -> int:
     """Return the number of other processes whose working directory is in `folder`.
 
-    The function first gives processes that ranks started some seconds to exit.
+    Processes that exit within a few seconds are not counted.
     """
     deadline = time.monotonic() + GOING
     while True:
@@ -271,7 +272,7 @@ def newest_valid(checkpoints: Path) -> int:
 
 
 def outcome(name: str) -> tuple[Any, ...] | None:
-    """Return the weights and the metrics of each step, which must be identical for two runs.
+    """Return a run's weights and per-step metrics, which must be identical in two runs.
 
     The function returns None if the run has not finished.
     """
@@ -305,7 +306,7 @@ def _rank(rank: int, where: Sequence[Path], notes: Path, config: TaskConfig, fai
 
 
 class FailureInjector:
-    """Counter of the points that a rank reaches, which injects the rank's failure."""
+    """An observer that counts the points that a rank reaches, and injects the rank's failure."""
 
     def __init__(self, rank: int, notes: Path, failure: PlannedFailure | None) -> None:
         """Inject `failure` into `rank`, and write notes to the folder `notes`."""
@@ -356,7 +357,7 @@ class FailureInjector:
         os._exit(code)
 
     def note(self, name: str, text: str) -> None:
-        """Write a note atomically, so that a kill leaves either the whole note or none."""
+        """Write a note atomically, so that a kill leaves either the complete note or no note."""
         aside = self.notes / f"{self.rank}.{name}"
         aside.write_text(text)
         aside.rename(self.notes / name)

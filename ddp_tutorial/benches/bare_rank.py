@@ -1,4 +1,4 @@
-"""The function that each rank of a bare spawn runs.
+"""Define the function that each rank of a bare spawn runs.
 
 A spawned process imports the module of its function, so this module imports nothing except torch.
 """

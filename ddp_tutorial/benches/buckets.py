@@ -1,4 +1,4 @@
-"""Compare `predict_step` with measured steps for several bucket sizes, from one measured backward pass."""
+"""Compare measured step times with predictions that `predict_step` computes from one measured backward pass."""
 
 import time
 from typing import Any

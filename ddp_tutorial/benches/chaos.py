@@ -1,11 +1,12 @@
 """Inject failures into small runs; each run must be bitwise identical to an uninterrupted run.
 
-In each attempt of a run, one rank (or every rank) is killed with SIGKILL at some point, or its disk fails once. Then
-the same command is rerun with `resume: auto` until the run finishes, and the next run starts. The points, which include
-points in saving and resuming, are used in turn (see attempts.py). Some points are random.
+In each attempt of a run, one rank or every rank is killed with SIGKILL at some point, or its disk fails once. The same
+command is then rerun with `resume: auto` until the run finishes. The points, which include points in saving and
+resuming, are used in turn (see attempts.py). Some points are chosen at random.
 
 Between two attempts, the newest checkpoint may be damaged. The ranks may also be started on two nodes without a shared
-folder, which they must reject. Further runs use a disk of a few megabytes that becomes full at some point.
+folder; the ranks must reject this configuration. Further runs use a disk of a few megabytes that becomes full at some
+point.
 
 After each attempt, the newest valid checkpoint must not be older than the newest published checkpoint, and all
 processes of the attempt must have exited.
@@ -64,7 +65,7 @@ def measure_chaos(
 ) -> dict[str, Any]:
     """Kill ranks `kills` times, in a temporary folder, and inject other failures in between.
 
-    The disk fails about a third as often as a rank is killed.
+    The disk fails about once for every three kills.
 
     Args:
         kills: The number of attempts in which ranks are killed.
@@ -144,10 +145,10 @@ def _on_a_full_disk(
 ) -> tuple["_Tally", str]:
     """Run attempts on a disk that becomes full, in a process without other threads.
 
-    Such a process can mount the small disk and fork the ranks, which inherit the mount.
+    Only such a process can mount the small disk and fork the ranks, which inherit the mount.
 
     Returns:
-        The tally, and the reason why a real full disk was not possible, or an empty string.
+        The tally, and the reason why a real full disk was not possible. The reason is empty if it was possible.
     """
     why_not = mount(folder, DISK_BYTES)
     os.chdir(folder)
@@ -288,7 +289,7 @@ class _Chaos:
         return attempt
 
     def _two_nodes(self, config: TaskConfig) -> None:
-        """Run one attempt on two nodes without a shared folder; each rank must reject it without changing a file."""
+        """Attempt a run on two nodes without a shared folder; each rank must reject the run without changing a file."""
         nodes = NODES[self.tally.attempts["two nodes"] % len(NODES)]
         self.tally.attempts["two nodes"] += 1
         self.tally.attempts[f"two nodes: {nodes}"] += 1

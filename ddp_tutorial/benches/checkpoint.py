@@ -66,7 +66,7 @@ def _timed(work: Callable[[], object]) -> float:
 
 
 def _stall(checkpointer: Checkpointer, step: int) -> float:
-    """Return the seconds for which a background save blocks training, in the `save` call and when publishing."""
+    """Return the seconds for which a background save blocks training, in the `save` call and during publishing."""
     stalled = _timed(lambda: checkpointer.save(step))
     while checkpointer.is_writing:
         time.sleep(0.01)

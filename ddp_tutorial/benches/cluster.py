@@ -1,13 +1,14 @@
-"""Compare steps on simulated hosts with the scaling model, and this package's DDP with torch's.
+"""Compare steps on simulated hosts with the scaling model, and this package's DDP with torch's DDP.
 
-The hosts are network namespaces of the kernel. The model is fitted to measurements on one host:
+The hosts are Linux network namespaces. The model is fitted to measurements on one host:
 
 - the computation, alone and side by side, in the same turns as the steps between the hosts;
 - the fraction of the communication that overlaps, on a simulated link;
 - the cost of a message.
 
 The rate is the only property of the network that the model uses. If the link also has a delay, the time of a bare
-all-reduce follows from the rate and the delay (see `delays_in`). `hosts` measures more hosts, whose ranks sleep.
+all-reduce follows from the rate and the delay (see `delays_in`). `hosts` compares steps on more hosts, on which the
+ranks sleep instead of computing.
 """
 
 import math
@@ -110,7 +111,7 @@ def _add_all_reduces(
     link: LinkModel,
     of_ranks: list[dict[int, list[float]]],
 ) -> None:
-    """Add the measured times until both ranks have the sum of an all-reduce with a delay, and the expected times."""
+    """Add the measured and expected times until both ranks have the result of an all-reduce with a link delay."""
     for size, nbytes in SIZES.items():
         name = f"allreduce_{size}_{between}"
         samples[name] = [1e3 * max(both) for both in zip(*(taken[nbytes] for taken in of_ranks), strict=True)]

@@ -1,4 +1,4 @@
-"""Compare compiled training steps with a hand-written loop over torch's DDP and `torch.compile`.
+"""Compare compiled training steps with a hand-written loop that uses PyTorch's DDP and `torch.compile`.
 
 Arms:
     ours: A `TrainStep` without compilation.
@@ -6,8 +6,9 @@ Arms:
     bare: The hand-written loop of `overhead`.
     bare_compiled: The same loop with `torch.compile(DistributedDataParallel(model))`.
 
-Every arm reads the same number of samples, clips, steps the same schedule, and reports the global mean loss of every
-step. The first step includes the compilation, without (`cold`) or with (`cached`) files of an earlier compilation.
+Every arm reads the same number of samples, clips the gradients, advances the same schedule, and reports the global mean
+loss of every step. The first step includes the compilation, either without files from an earlier compilation (`cold`)
+or with such files (`cached`).
 """
 
 import os
@@ -36,9 +37,9 @@ _TURN, _TURNS = 10, 5  # steps of an arm in one turn, and turns per repeat
 
 
 def measure(repeats: int) -> dict[str, Any]:
-    """Measure the first step and the steady step on two single-threaded ranks.
+    """Measure the time of the first step and of later steps on two single-threaded ranks.
 
-    Each repeat starts new ranks. First steps run in separate ranks, because the compiled arms of one process share
+    Each repeat starts new ranks. First steps run in separate ranks, because the compiled arms in a process share
     the compiled code. The cold first step takes the longest and is measured once. All other times are measured several
     times.
     """
@@ -101,7 +102,7 @@ def _timed(step: Step) -> float:
 
 
 def _alternate(world: World) -> dict[str, float]:
-    """Return each arm's step time in seconds, after the arm's first step. Collective."""
+    """Return each arm's step time in seconds, excluding the arm's first step. Collective."""
     arms = {arm: _make(arm, world) for arm in ("ours", "bare", *_COMPILED)}
     turns = run_interleaved(world, arms, _TURN, _TURNS)
     return {f"{arm}_step": found["step"] for arm, found in medians(turns).items()}

@@ -8,13 +8,15 @@ detectors ("default"), and one without detectors ("again"). The order is then re
 all three steps equally. The cost is the time of the middle step minus the mean of its two neighbors.
 
 Periodic checks always run at the same positions within each block of 20 checked steps. The result is the median at each
-position, averaged over the 20 positions. A check every 20 steps therefore contributes a twentieth of its cost.
+position, averaged over the 20 positions. A check that runs every 20 steps therefore contributes a twentieth of its
+cost.
 
 `again` is compared with `off` in the same way. Its true cost is zero, so the difference shows the measurement error.
 Names with `_cpu` report rank 0's CPU time in the same steps. CPU time excludes waiting for other ranks, and varies less
 between steps.
 
-The other detectors cannot be attached for a single step. They alternate in turns of 20 steps, with the same statistics.
+The other detectors cannot be attached for a single step. They alternate in turns of 20 steps and use the same
+statistics.
 """
 
 import statistics
@@ -37,7 +39,7 @@ from ddp_tutorial.world import World
 
 
 class Size(NamedTuple):
-    """A model size, its arms and its numbers of steps."""
+    """A model size with its arms and numbers of steps."""
 
     model: ModelConfig
     arms: list[str]
@@ -163,7 +165,8 @@ def _alternate(world: World, config: TaskConfig, size: Size, repeats: int) -> Sa
 def _of_a_step(turns: Sequence[Sequence[float]]) -> float:
     """Return the step time in seconds, as the median over the turns at each position, averaged over the positions.
 
-    A check that runs at one position in all turns counts in full. A temporary slowdown of the machine does not.
+    A check that runs at one position in all turns counts in full. A temporary slowdown of the machine hardly affects
+    the result.
     """
     return statistics.fmean(statistics.median(at_place) for at_place in zip(*turns, strict=True))
 

@@ -1,11 +1,11 @@
 """Provoke hangs repeatedly. Check that the reports name both ranks with their lines, and that all processes exit.
 
-`tests/test_hangs.py` tests each hang in the notebook once. This benchmark repeats them, which takes minutes. Verdicts
-are compared with the source of this module: in each hang, the comments `# rank 0 waits` and `# rank 1 waits` mark the
-lines that a verdict must name.
+`tests/test_hangs.py` tests each hang in the notebook once. This benchmark repeats the hangs, which takes minutes.
+Verdicts are compared with the source of this module. In each hang, the comments `# rank 0 waits` and `# rank 1 waits`
+mark the lines that a verdict must name.
 
 In one run with ten repeats on two cores, 80 of 80 verdicts were correct and worded identically in each repeat, and no
-process was still running. All ranks had exited 1.1 s (median) or at most 1.2 s after the timeout.
+process was still running. All ranks had exited a median of 1.1 s, and at most 1.2 s, after the timeout.
 """
 
 import os
@@ -38,7 +38,7 @@ Began = Callable[[], None]  # called when the hang begins
 
 
 def another_order(world: World, began: Began) -> None:
-    """Call collectives in different orders."""
+    """Call a different collective first on each rank."""
     began()
     if world.is_main:
         dist.all_reduce(torch.ones(3))  # rank 0 waits
@@ -83,7 +83,7 @@ def another_number_of_steps(world: World, began: Began) -> None:
 
 
 def barrier_in_the_loader(world: World, began: Began) -> None:
-    """Call a barrier in rank 0's data loading only."""
+    """Call a barrier only in rank 0's data loading."""
     began()
     for number in range(3):
         if number == 2 and world.is_main:
@@ -137,10 +137,10 @@ def measure_hangs(repeats: int, report: Callable[[str], None] = lambda _: None) 
         report: A function to call with a line of text after each repeat.
 
     Returns:
-        The report. `right` of `of` verdicts name both ranks with their lines. `other_verdicts`
-        counts the verdicts whose wording differs from the first repeat. `seconds` contains the median and maximum time
-        from the start of a hang until all ranks have exited, minus `patience`. `late` counts the times above `within`,
-        and `left` the processes still running.
+        The report. `of` counts the verdicts, and `right` counts the verdicts that name both ranks with their lines.
+        `other_verdicts` counts the verdicts whose wording differs from the first repeat. `seconds` contains the median
+        and maximum time from the start of a hang until all ranks have exited, minus `patience`. `late` counts the times
+        above `within`, and `left` the processes still running.
     """
     right, late, left, others, seconds = 0, 0, 0, 0, list[float]()
     first: dict[str, str] = {}
@@ -216,7 +216,7 @@ def hang_lines(name: str) -> dict[int, int]:
 
 
 def _hang(name: str) -> tuple[str, float, int]:
-    """Run one hang.
+    """Provoke one hang.
 
     Returns:
         The verdict, the seconds from the start of the hang until all ranks have exited minus the timeout, and the

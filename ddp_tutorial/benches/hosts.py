@@ -1,6 +1,6 @@
-"""Part of `bench cluster` that compares 8, 16 and 32 hosts on a slow network with the scaling model.
+"""Compare 8, 16 and 32 hosts on a slow network with the scaling model, as part of `bench cluster`.
 
-The ranks sleep instead of computing. The model is fitted to one and two of the hosts.
+The ranks sleep instead of computing. The model is fitted to measurements on one and on two of the hosts.
 """
 
 import time
@@ -36,7 +36,7 @@ def measure(repeats: int) -> tuple[Samples, dict[str, tuple[str, str]]]:
     """Measure and predict the step time in milliseconds for each number of hosts in `HOSTS`.
 
     Returns:
-        The values of each arm, and the arms of each ratio of measured to predicted.
+        The values of each arm, and the two arms of each ratio of measured to predicted time.
     """
     samples: Samples = {}
     ratios = {}

@@ -1,10 +1,11 @@
-"""Compare the Trainer, with logging, clipping and a schedule, with a hand-written loop over torch's DDP.
+"""Compare the Trainer, including logging, clipping and a schedule, with a hand-written loop that uses PyTorch's DDP.
 
 Arms:
-    default: The Trainer with its default settings. Gradients go through gloo, as in the bare loop.
+    default: The Trainer with its default settings. Gloo all-reduces the gradients, as in the bare loop.
     shared_memory: The Trainer with `ddp.shared_memory`, for two ranks on one host.
     bare: The hand-written loop.
-    bare_without_loss: The hand-written loop without reporting the loss. It does less work, and serves as a reference.
+    bare_without_loss: The hand-written loop without reporting the loss. This arm does less work than the other arms,
+        and serves as a reference.
 
 All other arms report the global mean loss of every step, which requires one small all-reduce.
 """

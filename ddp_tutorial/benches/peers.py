@@ -4,7 +4,7 @@ Trainers are timed from the eleventh to the last step, including their work betw
 mean loss of every step, which requires one small all-reduce. This package's trainer also writes its log and TensorBoard
 events, as in normal use.
 
-Arm `ours` sends gradients through gloo, as all other trainers do. Arm `shared_memory` is `ours` with
+The arm `ours` sends gradients through gloo, as all other trainers do. The arm `shared_memory` is `ours` with
 `ddp.shared_memory`, for two ranks on one host.
 """
 

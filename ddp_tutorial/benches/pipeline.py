@@ -4,8 +4,8 @@ The stages sleep, so that only the schedule determines the step time. A rank's s
 forward pass and 40 ms in the backward pass. The prediction is the makespan of the schedule without communication time.
 Torch's own schedules run the same stages on the same ranks.
 
-The benchmark also reports the results for the stages of a real model, a GPT. Their step time also depends on cores,
-caches and the balance of the stages. The prediction uses the time of each stage in the same step.
+The benchmark also reports the results for the stages of a real model, a GPT. The step time of real stages also depends
+on cores, caches and the balance of the stages. The prediction uses the time of each stage in the same step.
 """
 
 import statistics
@@ -52,7 +52,7 @@ class SleepingLayer(nn.Module):
     """A layer that adds a weight and sleeps for a fixed time."""
 
     def __init__(self, forward: float, backward: float) -> None:
-        """Set the seconds of the forward and the backward pass."""
+        """Set the durations of the forward and the backward pass, in seconds."""
         super().__init__()
         self.seconds, self.weight = (forward, backward), nn.Parameter(torch.zeros(4))
 
@@ -108,7 +108,7 @@ def _sleepers(stages: int, costs: tuple[float, float]) -> nn.Sequential:
 
 
 def _torchs(world: World, schedule: str, stages: int, costs: tuple[float, float]) -> Callable[[], object]:
-    """Return a function that runs the same step in `torch.distributed.pipelining`.
+    """Return a function that runs the same step with `torch.distributed.pipelining`.
 
     Torch sends gradients without making them contiguous, and raises an error for a gradient that is not contiguous,
     such as the gradient of a plain sum (torch 2.13). Therefore, the loss is a sum of squares.

@@ -23,8 +23,9 @@ class Row:
         ranks: The number of ranks.
         baseline: The arm relative to which the speedup is computed.
         published: The published speedup over the published baseline, if there is one.
-        scale: The number of ranks divided by the baseline's number, or None in a table that does not scale ranks.
-        batch: The global batch size, in a table that does equal work.
+        scale: The number of ranks divided by the baseline's number of ranks, or None in a table that does not scale
+            ranks.
+        batch: The global batch size, in a table whose arms do equal work.
     """
 
     label: str
@@ -96,7 +97,7 @@ def reproduce(name: str, repeats: int) -> dict[str, Any]:
     from ddp_tutorial.config import ConfigError, did_you_mean
 
     if name not in TABLES:
-        raise ConfigError(f"no table is called {name!r}.{did_you_mean(name, list(TABLES))}")
+        raise ConfigError(f"unknown table {name!r}.{did_you_mean(name, list(TABLES))}")
     found = run_bench(TABLES[name].bench, repeats)
     return found | {"rows": [_measured(row, found["arms"], TABLES[name].samples) for row in TABLES[name].rows]}
 

@@ -47,9 +47,9 @@ def measure_restarts(kills: int, seed: int = 0, report: Callable[[str], None] = 
 
     Returns:
         The report. `in_saving` counts the kills during a save. `attempts` counts all attempts, including the
-        uninterrupted run. `rejoined` counts the attempts after a kill whose ranks all joined. `seconds` is the median
-        time from a kill until all ranks of the next attempt have joined. `bit_equal` is whether the weights, losses and
-        gradient norms of every run are identical to those of the uninterrupted run. `leftover_processes` is
+        uninterrupted run. `rejoined` counts the attempts after a kill in which all ranks joined. `seconds` is the
+        median time from a kill until all ranks of the next attempt have joined. `bit_equal` is whether the weights,
+        losses and gradient norms of every run are identical to those of the uninterrupted run. `leftover_processes` is
         the number of processes still running after the runs.
     """
     rng, before, counted = random.Random(seed), Path.cwd(), {"kills": 0, "in_saving": 0, "attempts": 1, "rejoined": 0}
@@ -105,7 +105,7 @@ def torchrun(name: str, planned_kills: Sequence[tuple[int, int]]) -> Path:
 
     Args:
         name: The name of the run.
-        planned_kills: For each attempt, the rank to kill, and the number of the point at which to kill the rank.
+        planned_kills: For each attempt, the rank to kill, and the index of the point at which to kill the rank.
 
     Returns:
         The folder with the notes of the attempts.
@@ -154,7 +154,7 @@ def _run_rank(world: World, name: str, notes: Path, failure: PlannedFailure | No
 
 
 def _main(name: str, notes: str, planned_kills: str) -> None:
-    """Run one rank; torchrun starts this function."""
+    """Run one rank of a run under torchrun."""
     rank, attempt = int(os.environ["RANK"]), int(os.environ["TORCHELASTIC_RESTART_COUNT"])
     kills_by_attempt = json.loads(planned_kills)
     failure = None

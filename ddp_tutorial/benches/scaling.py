@@ -1,8 +1,8 @@
 """Measure the speedup of additional ranks.
 
-The benchmark compares one process, synchronized ranks, and independent processes with the same work. All arms of a
-launch take the same optimizer steps on the same samples. The timer covers nothing else: no evaluation and no log. The
-arms run in the same ranks and alternate. While rank 0 works alone, all other ranks sleep in a barrier.
+The benchmark compares one process, synchronized ranks, and independent processes on the same work. All arms of a launch
+take the same optimizer steps on the same samples. The timer excludes evaluation and logging. The arms run in the same
+ranks and alternate. While rank 0 works alone, all other ranks sleep in a barrier.
 """
 
 from collections.abc import Callable
@@ -67,7 +67,7 @@ def measure(repeats: int) -> dict[str, Any]:
 
     The arms are a single-threaded process, a process with all threads, single-threaded ranks, and the same number of
     independent processes on the same shards without synchronization. In the weak arms, each rank uses the batch size
-    of the single process. Ranks must end with bitwise identical parameters.
+    of the single process. All ranks must finish with bitwise identical parameters.
     """
     two = launch(race, 2, two_rank_arms(), repeats, device="cpu", threads=1, echo=False)[0]
     four = launch(race, 4, FOUR_RANK_ARMS, repeats, device="cpu", threads=1, echo=False)[0]

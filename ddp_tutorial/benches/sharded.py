@@ -1,4 +1,4 @@
-"""Compare this package's sharded state with torch's: steps per second, and measured and predicted memory."""
+"""Compare this package's sharded state with torch's sharded state, in steps per second and in memory."""
 
 from typing import Any
 
@@ -23,7 +23,7 @@ _STRATEGIES = ["ddp", "zero1", "zero2", "zero3", "fsdp"]
 
 
 def measure(repeats: int) -> dict[str, Any]:
-    """Measure the steps per second with each strategy, and with DDP and torch's `ZeroRedundancyOptimizer`.
+    """Measure the steps per second with each sharding strategy, DDP and torch's `ZeroRedundancyOptimizer`.
 
     The model has about 5 million parameters and trains on two single-threaded ranks. `memory` contains the measured
     and predicted bytes of each kind of tensor on rank 0.

@@ -1,4 +1,4 @@
-"""Compare the sources in training, in reading without training, and in resuming far into the data."""
+"""Compare the speed of the sources in training, in reading without training, and in resuming far into the data."""
 
 import tempfile
 import time
@@ -34,7 +34,7 @@ KINDS = ["sharded", "dispatched", "streamed", "fast_stream"]
 
 
 def measure(repeats: int) -> dict[str, Any]:
-    """Measure the sources.
+    """Measure the speed of each source.
 
     The report contains the samples per second in training and in the loaders alone, the time of each phase in a step,
     and the time to resume in seconds.

@@ -1,4 +1,4 @@
-"""Random text, and training steps of a GPT on it, for several benchmarks."""
+"""Create random text, and GPT training steps on this text, for several benchmarks."""
 
 from typing import Any
 

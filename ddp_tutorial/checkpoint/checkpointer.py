@@ -15,8 +15,8 @@ hold the same state, and therefore which ranks write the state:
     sharded      Each rank holds a shard of every tensor (a DTensor, as in FSDP), or a subset of the full tensors. The
                  shards depend on the world size.
 
-All ranks write into the same folder. If the hosts do not share a disk, use `shared=False`: rank 0 then writes and reads
-for all ranks, and the states are sent over the network.
+All ranks write into the same folder. If the hosts do not share a disk, use `shared=False`. In this mode, rank 0 writes
+and reads for all ranks, and the states are sent over the network.
 
 All ranks agree on every step of saving and loading. If one rank fails, all ranks raise an error, and the earlier
 checkpoints stay intact. Files are compared with the manifest before any state is restored. Only tensors and plain
@@ -100,7 +100,7 @@ class Checkpointer:
 
         Args:
             folder: The checkpoint folder.
-            components: The parts of the run's state, by name.
+            components: The components of the run's state, by name.
             world: The ranks of the run.
             config: The settings that the manifest records.
             check: How thoroughly replicated state is compared between ranks; see `assert_replicated`.
@@ -114,7 +114,7 @@ class Checkpointer:
 
         Raises:
             ConfigError: If a component is sharded and `shared` is false.
-            ValueError: If a component is per_node and the nodes have different numbers of ranks.
+            ValueError: If a component is per_node and the number of ranks differs between nodes.
         """
         require_group(world)
         if not shared:
@@ -202,9 +202,9 @@ class Checkpointer:
             The manifest of the checkpoint.
 
         Raises:
-            CheckpointError: On all ranks, if a file is damaged, if the checkpoint and the run have different
-                components, or if a component cannot be restored on this number of ranks. These checks run before any
-                state is restored.
+            CheckpointError: On all ranks, if a file is damaged, if the components of the checkpoint and the run differ,
+                or if a component cannot be restored on this number of ranks. These checks run before any state is
+                restored.
         """
         with phase("load"):
             manifest, restores = run_on_all_ranks(self.world, lambda: self._read(folder, exclude), CheckpointError)
@@ -222,7 +222,7 @@ class Checkpointer:
         self.retention.close()
 
     def _parts(self) -> tuple[Components, dict[str, State]]:
-        """Return the states that this rank writes, after the consistency checks.
+        """Run the consistency checks, and return the states that this rank writes.
 
         Returns:
             The states of the unsharded components, and the states of the sharded components.
@@ -289,7 +289,7 @@ class Checkpointer:
         return manifest, [self._restore(folder, manifest, name) for name in wanted]
 
     def _on_reading_rank(self, read: Callable[[], Found]) -> Found:
-        """Return the result of `read`, called on this rank.
+        """Call `read` on this rank and return its result.
 
         If only rank 0 can access the folder, call `read` on rank 0 instead. In this case, the method is collective.
         """
@@ -298,8 +298,8 @@ class Checkpointer:
     def _restore(self, folder: Path, manifest: Manifest, name: str) -> Callable[[], object]:
         """Return a function that restores one component.
 
-        The file is read here, before any state is restored. Sharded tensors are read by the returned function, because
-        all ranks read them together.
+        This method reads the file before any state is restored. Sharded tensors are read by the returned function,
+        because all ranks read them together.
         """
         component, stored = self.components[name], manifest.components[name]
         thing, alike = component.stateful, component.ranks_alike(self.world)
@@ -322,7 +322,7 @@ class Checkpointer:
         return partial(thing.load_resharded, states, manifest.step)
 
     def _states(self, folder: Path, stored: StoredComponent, wanted: Sequence[int]) -> list[State]:
-        """Return the states in the files of a component at the positions `wanted`.
+        """Read a component's files, and return the states at the positions `wanted`.
 
         If rank 0 reads for all ranks, it sends one file at a time, and each rank keeps only its own states.
         """
@@ -371,12 +371,12 @@ class _Writer:
         self._thread.start()
 
     def join(self) -> None:
-        """Wait for the thread, if there is one."""
+        """Wait for the thread if it was started."""
         if self._thread is not None:
             self._thread.join()
 
     def run(self) -> None:
-        """Write this rank's files and flush them to disk. `publish` raises the error, if there is one."""
+        """Write this rank's files and flush them to disk. If this fails, `publish` raises the error."""
         try:
             if self.world.is_main or self.checkpointer.shared:
                 notify_observers("write", self.temporary)
@@ -439,7 +439,7 @@ class _Writer:
             raise self.error
 
     def _require_files(self, files_of_ranks: list[dict[str, list[StoredFile]]]) -> None:
-        """Raise an error if this rank does not see a file that a rank has written.
+        """Raise an error if this rank does not see a file that any rank has written.
 
         Raises:
             CheckpointError: If a file is missing or has a different size.

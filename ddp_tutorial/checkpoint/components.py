@@ -104,10 +104,10 @@ class Component:
 
 
 def require_even_nodes(world: World, components: Mapping[str, Component]) -> None:
-    """Raise an error on all ranks if a per-node component is used on nodes of different sizes. Collective.
+    """Raise an error on all ranks if a component is per_node and the nodes differ in size. Collective.
 
     Raises:
-        ValueError: If a component is per_node and the nodes have different numbers of ranks.
+        ValueError: If a component is per_node and the number of ranks differs between nodes.
     """
     names = [name for name, component in components.items() if component.shared == "per_node"]
     sizes = sorted(set(all_gather(world, world.local_size))) if names else []
@@ -133,11 +133,11 @@ def require_unsharded(world: World, components: Mapping[str, Component]) -> None
 
 @dataclass(frozen=True)
 class FunctionState:
-    """A `Stateful` made of two functions, for an object whose methods have different names.
+    """A `Stateful` that consists of two functions, for an object whose methods are named differently.
 
     Attributes:
-        get: Returns the state.
-        put: Restores the state.
+        get: A function that returns the state.
+        put: A function that restores the state.
     """
 
     get: Callable[[], Mapping[str, Any]]
@@ -163,8 +163,8 @@ class RandomState:
 
         Args:
             device: The device of this rank. The CUDA generator is saved only if this device is a GPU.
-            reseed: Called with the step of the checkpoint to seed the generators again, if the checkpoint was saved on
-                a different number of ranks.
+            reseed: A function that seeds the generators again. It is called with the checkpoint's step if the
+                checkpoint was saved on a different number of ranks.
         """
         self.device, self.reseed = device, reseed
 

@@ -44,7 +44,7 @@ class CheckpointError(FailedError):
 
 
 class _Record(BaseModel):
-    """The base class of the parts of a manifest. Unknown fields, which later versions may add, are ignored."""
+    """The base class of the records in a manifest. Unknown fields, which later versions may add, are ignored."""
 
     model_config = ConfigDict(frozen=True, extra="ignore")
 
@@ -92,7 +92,7 @@ class Manifest(_Record):
     components: dict[str, StoredComponent]
 
     def sealed(self) -> dict[str, Any]:
-        """Return the content of the manifest file: all fields and their checksum."""
+        """Return the content of the manifest file, which consists of all fields and their checksum."""
         content = self.model_dump()
         return content | {"sha256": sha256_of_json(content)}
 
@@ -261,7 +261,7 @@ def sha256_of_json(content: Mapping[str, Any]) -> str:
 
 
 def differences(before: Mapping[str, Any], now: Mapping[str, Any], prefix: str = "") -> dict[str, tuple[Any, Any]]:
-    """Return the settings that differ.
+    """Return the settings that differ between two configs.
 
     Returns:
         A dict that maps the dotted name of each differing setting to its values in `before` and `now`. The value of a
@@ -283,14 +283,14 @@ Mode = Literal["min", "max"]
 def checkpoints_to_remove(
     metrics: Mapping[Path, float | None], keep_last: int, keep_best: int, mode: Mode, excluded: Iterable[Path] = ()
 ) -> list[Path]:
-    """Return the checkpoints to remove.
+    """Return the checkpoints that the retention settings do not keep.
 
     Args:
         metrics: The metric of each checkpoint, in increasing order of step. None and NaN are worse than any number.
         keep_last: The number of newest checkpoints to keep.
         keep_best: The number of checkpoints with the best metric to keep, in addition to the newest.
         mode: `"min"` if lower values of the metric are better, and `"max"` otherwise.
-        excluded: Checkpoints to keep in any case.
+        excluded: Checkpoints that are always kept.
     """
     last = list(metrics)[-keep_last:] if keep_last else []
     sign = 1 if mode == "min" else -1

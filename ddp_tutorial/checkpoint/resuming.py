@@ -1,4 +1,4 @@
-"""Find the checkpoint to resume from, and check that the settings match it."""
+"""Find the checkpoint to resume from, and check that the run's settings match the checkpoint."""
 
 import hashlib
 from collections.abc import Iterable, Mapping, Sequence
@@ -94,9 +94,10 @@ def find_resume_point(
         shared: Whether all ranks see the same folder. If not, rank 0 reads the checkpoint for all ranks.
 
     Raises:
-        ConfigError: If the path contains no valid checkpoint, if `run` has checkpoints but none is valid, if settings
-            that affect the computation differ, or if a rank does not find the checkpoint. With `shared=False`, ranks
-            need not find the checkpoint, but no rank may have a newer checkpoint of `run` than rank 0.
+        ConfigError: If the path contains no valid checkpoint, or if `run` contains only damaged checkpoints. Also
+            raised if settings that affect the computation differ, or if a rank does not find the checkpoint. With
+            `shared=False`, ranks need not find the checkpoint, but no rank may have a newer checkpoint of `run` than
+            rank 0.
     """
     if resume == "never":
         return ResumePoint()
@@ -109,7 +110,7 @@ def find_resume_point(
 
 
 def _require_newest(world: World, run: Path) -> None:
-    """Raise an error on all ranks if a rank has a newer checkpoint of `run` on its disk than rank 0. Collective.
+    """Raise an error on all ranks if a rank's disk contains a newer checkpoint of `run` than rank 0's. Collective.
 
     In that case, rank 0 previously ran on that rank's host, and resuming here would repeat completed steps.
 
@@ -189,7 +190,7 @@ def _require_same_settings(
 
 
 def _in_short(problems: Sequence[str], limit: int = 4) -> str:
-    """Join the first `limit` problems, and append the number of other problems."""
+    """Join the first `limit` problems, and append the number of remaining problems."""
     return "; ".join(problems[:limit]) + (f" and {len(problems) - limit} others" if problems[limit:] else "")
 
 

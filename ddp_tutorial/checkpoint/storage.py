@@ -29,7 +29,7 @@ _PLAIN = (torch.Tensor, bool, int, float, str, bytes, type(None))
 def check_plain(states: Mapping[str, State]) -> None:
     """Raise an error if a state contains a value that cannot be loaded without executing code.
 
-    The check runs when the state is saved, so that the error does not first appear when the checkpoint is needed.
+    The check runs when the state is saved. Otherwise, the error would first appear when the checkpoint is loaded.
 
     Args:
         states: The state of each component, by component name.
@@ -107,14 +107,14 @@ def read_state(path: Path) -> State:
 
 
 def stored(folder: Path, name: str) -> Any:
-    """Return the state of one component of a checkpoint, such as `"model"`.
+    """Return the state of one component of a checkpoint.
 
-    Sharded tensors are assembled from the shards of all ranks. The tensors of strategy zero3 are returned as flat
+    Sharded tensors are assembled from the shards of all ranks. The tensors of the zero3 strategy are returned as flat
     vectors. The files are not compared with their checksums; call `verify` or `latest_valid` first.
 
     Args:
         folder: The folder of the checkpoint.
-        name: The name of the component.
+        name: The name of the component, such as `"model"`.
 
     Raises:
         CheckpointError: If there is no such component, or if the component has one state per rank.
@@ -207,7 +207,7 @@ def _tensors_in(folder: Path) -> dict[str, StoredTensor]:
 
 
 def sync_and_hash(path: Path) -> str:
-    """Flush a file to disk and return its SHA-256 as a hexadecimal string.
+    """Flush a file to disk and return its SHA-256 hash as a hexadecimal string.
 
     Both operations are slow, so they run in parallel.
 

@@ -1,11 +1,11 @@
-"""Emulate several hosts on one machine, with Linux namespaces and a network of limited speed between them.
+"""Emulate several hosts on one machine, using Linux namespaces and a rate-limited network.
 
 - `cluster` defines `Cluster`, which starts and stops the hosts.
 - `running` manages commands and ranks on the hosts, and collects their output.
 - `launching` runs a function on ranks.
-- `network` names the hosts, and creates namespaces, links and rate limits.
-- `box` is the process that holds the cluster, and `client` sends requests to the box.
-- `rank` contains the code that runs in each rank, which is a fork of the box.
+- `network` names the hosts and creates namespaces, links and rate limits.
+- `box` runs the cluster's main process (the box), and `client` sends requests to the box.
+- `rank` contains the code that each rank runs. Ranks are forked from the box.
 """
 
 import lazy_loader

@@ -1,12 +1,12 @@
-"""Run the process that holds a cluster (the box).
+"""Run a cluster's main process (the box).
 
 The box is the first process in its own namespaces, so the kernel kills all processes in these namespaces when the box
 exits. `Cluster` starts the box and sends requests over a socket, one at a time. To start a process, the box forks, and
-the child enters the namespaces of a host. The box exits when the parent closes its end of the socket or is killed.
+the child process enters a host's namespaces. The box exits when the parent closes its end of the socket or is killed.
 
 A request is one packet, which the kernel sends completely or not at all, even if the sender is interrupted. A packet
-contains up to 128 KiB. An environment may be larger, so the arguments are stored in an in-memory file that is passed
-with the packet.
+contains up to 128 KiB. An environment can exceed this limit, so the arguments are stored in an in-memory file that is
+passed with the packet.
 """
 
 import errno
@@ -33,7 +33,7 @@ DESCRIPTORS = 9  # maximum number of files per request: arguments, input, output
 
 
 def send_request(channel: socket.socket, number: int, name: str, args: tuple[Any, ...], fds: Sequence[int]) -> None:
-    """Send a request for `do_NAME(*args, fds)`, with duplicates of the open files `fds`."""
+    """Send a request to call `do_NAME(*args, fds)`, and pass duplicates of the open files `fds`."""
     with os.fdopen(os.memfd_create("request"), "wb", buffering=0) as body:
         body.write(pickle.dumps(args))
         files = [body.fileno(), *fds]
@@ -41,10 +41,10 @@ def send_request(channel: socket.socket, number: int, name: str, args: tuple[Any
 
 
 def receive(channel: socket.socket) -> tuple[Any, list[int]]:
-    """Return the next packet and its files.
+    """Return the next packet and the files passed with it.
 
     Raises:
-        EOFError: If the other side has exited.
+        EOFError: If the process at the other end of the socket has exited.
     """
     try:
         data, fds, _, _ = socket.recv_fds(channel, LARGEST, DESCRIPTORS, socket.MSG_CMSG_CLOEXEC)
@@ -56,7 +56,7 @@ def receive(channel: socket.socket) -> tuple[Any, list[int]]:
 
 
 class Box:
-    """Server that builds the hosts and starts processes on them, as requested through a socket."""
+    """Server that creates hosts and starts processes on them in response to requests from a socket."""
 
     def __init__(self, channel: socket.socket) -> None:
         """Create a box that serves requests from `channel`."""
@@ -84,7 +84,8 @@ class Box:
     def answer(self) -> None:
         """Handle one request, and send the reply. If the request fails, the reply contains the error.
 
-        The reply repeats the number of its request, because an interrupted caller leaves its reply in the socket.
+        The reply contains the request's number, because an interrupted caller may leave an earlier reply unread in the
+        socket.
         """
         (number, name, files), fds = receive(self.channel)
         error: Exception | None = None
@@ -106,7 +107,7 @@ class Box:
         self.channel.send(pickle.dumps((number, error, answer)))
 
     def reap(self) -> None:
-        """Reap all exited processes, and write their exit codes."""
+        """Reap all exited processes, and write the exit code of each process to its exit-code file."""
         while True:
             try:
                 pid, status = os.waitpid(-1, os.WNOHANG)
@@ -124,7 +125,7 @@ class Box:
     # The following methods handle requests. Each method receives the request's files, and returns the answer.
 
     def do_hello(self, fds: list[int]) -> None:
-        """Do nothing. The reply shows that the box is alive."""
+        """Do nothing. The reply shows that the box is running."""
 
     def do_build(self, nodes: int, rate: str | None, delay: float, fds: list[int]) -> None:
         """Build the hosts and the network. `delay` is in seconds; 0 means no delay."""
@@ -156,8 +157,8 @@ class Box:
     def do_fork(self, entry: str, node: int, env: dict[str, str], cwd: str, fds: list[int]) -> int:
         """Call a function in a forked process on a host, and return its process ID.
 
-        The function receives the file descriptors that follow input, output and exit code. The box imports the
-        function's module, and thereby torch, before the first fork, so the forks need not import it.
+        The function receives the file descriptors after the first three (input, output and exit code). Before the first
+        fork, the box imports the function's module, and thereby torch. The forked processes need not import them again.
         """
         function = pkgutil.resolve_name(entry)
 
@@ -174,14 +175,14 @@ class Box:
         self.network.set_rate(rate)
 
     def do_connect(self, node: int, up: bool, fds: list[int]) -> None:
-        """Plug in or unplug a host's cable."""
+        """Plug in or unplug a host's emulated network cable."""
         self.network.connect(node, up)
 
     def do_kill(self, node: int, fds: list[int]) -> None:
         """Simulate a host's power failure by disconnecting its cable and killing its processes immediately.
 
-        When the method returns, all exit codes have been written. The loop is necessary because an exiting process no
-        longer belongs to the host.
+        When the method returns, all exit codes have been written. The loop is necessary because an exiting process is
+        no longer listed among the host's processes.
         """
         self.off.add(node)
         self.network.connect(node, False)
@@ -205,7 +206,7 @@ class Box:
 
         Args:
             node: Index of the host.
-            fds: Files for the child's input, output and exit code, followed by further files.
+            fds: Files for the child's input, output and exit code, followed by additional files.
             become: Function that the child runs.
         """
         if node in self.off:

@@ -1,4 +1,4 @@
-"""Start and stop the process that holds a cluster (`box`), and send requests to it."""
+"""Start and stop a cluster's main process (`box`), and send requests to the box."""
 
 import os
 import signal
@@ -23,7 +23,7 @@ _END_SECONDS = 5.0  # timeout in seconds for the box to exit by itself
 
 
 class BoxClient:
-    """Client of the process that holds a cluster (`box`). It communicates with the box through a socket."""
+    """Client of a cluster's main process (`box`). The client communicates with the box through a socket."""
 
     def __init__(self) -> None:
         """Create a client without starting the box."""
@@ -35,7 +35,10 @@ class BoxClient:
 
     @property
     def is_up(self) -> bool:
-        """Whether the box replies. False before `start`, after `close`, and if the box has been killed."""
+        """Whether the box replies.
+
+        The value is False before `start`, after `close`, and after the box has been killed.
+        """
         if self._channel is None or self._box.poll() is not None:
             return False
         try:
@@ -58,7 +61,7 @@ class BoxClient:
         """Start the box.
 
         Raises:
-            ConfigError: If this system does not support a cluster.
+            ConfigError: If this system does not support clusters.
             FailedError: If the box failed to start.
         """
         _check_system()
@@ -69,10 +72,10 @@ class BoxClient:
         raise ConfigError(f"the cluster cannot be started: the kernel does not permit namespaces ({refused})")
 
     def _start(self, as_whom: tuple[str, ...]) -> str:
-        """Start the box.
+        """Start the box through `unshare`, with `as_whom` as additional `unshare` options.
 
         Returns:
-            The error message of `unshare` if the kernel does not permit namespaces; otherwise "".
+            `unshare`'s error message if the kernel does not permit namespaces. Otherwise, an empty string.
         """
         ours, its = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         namespaces = ["--net", "--mount", "--uts", "--ipc", "--pid", "--fork", "--kill-child", "--mount-proc"]
@@ -119,13 +122,13 @@ class BoxClient:
             self._box.wait()
 
     def ask(self, name: str, *args: Any, fds: Sequence[int] = ()) -> Any:
-        """Send a request, and return the answer.
+        """Send a request, and return the reply.
 
-        If the caller is interrupted while it waits, the box still completes the request. The next request discards that
-        reply. If the reply reports a new process, the process is killed.
+        If the caller is interrupted while waiting, the box still completes the request. The next call of `ask` discards
+        the reply to the interrupted request. If the discarded reply reports a new process, the process is killed.
 
         Args:
-            name: Name of the request. The box runs its method `do_NAME`.
+            name: Name of the request. The box calls its method `do_NAME`.
             *args: Arguments of the method.
             fds: Open files to pass with the request.
 
@@ -165,7 +168,7 @@ def environment() -> dict[str, str]:
     """Return the environment of this process, with a PYTHONPATH that makes the same modules importable.
 
     PYTHONPATH lists the directories that were added to `sys.path`, such as a script's directory. It omits the
-    interpreter's own directories, because a command may run a different Python, which must not import this
+    interpreter's own directories, because a command may run a different Python interpreter, which must not import this
     interpreter's library.
     """
     interpreters = [sysconfig.get_path("stdlib"), *site.getsitepackages(), site.getusersitepackages()]
@@ -177,7 +180,7 @@ def environment() -> dict[str, str]:
 def _check_system() -> None:
     """Raise `ConfigError` if this system cannot run a cluster."""
     if sys.platform != "linux":
-        raise ConfigError(f"a cluster requires Linux, because it uses kernel namespaces, got {sys.platform}")
+        raise ConfigError(f"a cluster requires Linux, got {sys.platform}: it uses Linux kernel namespaces")
     if which("unshare") is None:
         raise ConfigError(
             "a cluster requires the command 'unshare', which was not found. Install the package util-linux"

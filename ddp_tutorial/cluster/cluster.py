@@ -8,11 +8,11 @@
         cluster.disconnect(1)
 
 Each node has its own host name (n0, n1, ...), address (10.0.0.1, ...), loopback interface and processes. The nodes are
-connected by a network whose rate the kernel enforces; nothing is simulated. The nodes share the machine's cores,
-memory, disk and files. Nothing outside the cluster can connect to it.
+connected by a network whose rate the kernel enforces. The traffic is real, not simulated. The nodes share the machine's
+cores, memory, disk and files. Nothing outside the cluster can connect to it.
 
-A cluster requires Linux. Root can always create one. Other users can create one if the system permits unprivileged user
-namespaces, as most systems do.
+A cluster requires Linux. Root can always create a cluster. Other users can create a cluster if the system permits
+unprivileged user namespaces, as most systems do.
 """
 
 import math
@@ -40,8 +40,7 @@ PORT = 29_500  # first port for rendezvous
 class Cluster:
     """Cluster of emulated hosts that exist for the duration of a `with` block.
 
-    All processes on all nodes are killed when the block exits, and also when the process that created the cluster is
-    killed.
+    All processes on all nodes are killed when the block exits, or when the process that created the cluster is killed.
     """
 
     def __init__(
@@ -57,18 +56,18 @@ class Cluster:
 
         Args:
             nodes: Number of hosts.
-            rate: Maximum rate at which each host sends, and at which it receives, such as "10gbit", "1gbit" or
-                "100mbit". None means no limit.
-            delay: Additional one-way latency of each message, such as "0.5ms". A user-space process holds the messages,
-                so a delay requires a rate. The maximum rate is 1gbit for two nodes, and 480mbit divided by the number
-                of nodes for more nodes (see `delay`).
-            shared_folder: Whether all nodes use `folder` as working directory, as on a network file system. Otherwise,
-                each node uses its own subfolder: n0/, n1/, ...
+            rate: Limit on the send rate and on the receive rate of each host, such as "10gbit", "1gbit" or "100mbit".
+                None means no limit.
+            delay: Additional one-way latency of each message, such as "0.5ms". A user-space process delays the
+                messages, so a delay requires a rate. With a delay, the maximum rate is 1gbit for two nodes. For more
+                than two nodes, it is 480mbit divided by the number of nodes (see `delay`).
+            shared_folder: Whether all nodes use `folder` as their working directory, as on a network file system.
+                Otherwise, each node uses its own subfolder: n0/, n1/, ...
             folder: Working directory of the nodes.
 
         Raises:
-            ConfigError: If a setting is invalid. The `with` statement raises it if the system cannot run a cluster;
-                `unsupported_reason()` returns the reason instead.
+            ConfigError: If a setting is invalid. The `with` statement raises `ConfigError` if the system cannot run a
+                cluster. To get the reason without an error, call `unsupported_reason()`.
         """
         if not isinstance(nodes, int) or isinstance(nodes, bool) or not 1 <= nodes <= network.MOST_NODES:
             raise ConfigError(f"nodes must be an integer from 1 to {network.MOST_NODES}, got {nodes!r}")
@@ -98,7 +97,7 @@ class Cluster:
     def is_up(self) -> bool:
         """Whether the nodes exist.
 
-        False before and after the `with` block, and if the process that holds the cluster has been killed.
+        The value is False before and after the `with` block, and after the cluster's main process has exited.
         """
         return self._box.is_up
 
@@ -108,7 +107,7 @@ class Cluster:
         return (f"{self.rate} links" if self.rate else "links of any rate") + (f", {self.delay}" if self.delay else "")
 
     def __repr__(self) -> str:
-        """Return the settings of the cluster."""
+        """Return a string with the cluster's settings."""
         return f"Cluster(nodes={len(self)}, rate={self.rate!r}, delay={self.delay!r})"
 
     def __enter__(self) -> "Cluster":
@@ -150,7 +149,7 @@ class Cluster:
             *argv: Command and arguments.
             node: Index of the node.
             env: Additional environment variables.
-            line: Called as `line(node, text)` for each output line while the caller waits for the process.
+            line: Function to call as `line(node, text)` for each output line while the caller waits for the process.
         """
         self._check(node)
         return self._runner.start("start", [os.fspath(arg) for arg in argv], node, env, line=line)
@@ -168,12 +167,12 @@ class Cluster:
         Args:
             *argv: Command and arguments.
             env: Additional environment variables on all nodes.
-            env_of: Additional environment variables of each node.
-            timeout: Seconds to wait.
-            line: Called as `line(node, text)` for each output line.
+            env_of: Additional environment variables for each node, one mapping per node.
+            timeout: Timeout in seconds.
+            line: Function to call as `line(node, text)` for each output line.
 
         Raises:
-            TimeoutError: If a command is still running after `timeout` seconds. All commands are killed.
+            TimeoutError: If a command is still running after `timeout` seconds. In this case, all commands are killed.
         """
 
         def begin(node: int) -> Process:
@@ -189,7 +188,7 @@ class Cluster:
         timeout: float | None = None,
         line: Callable[[str, str], None] | None = None,
     ) -> list[CommandResult]:
-        """Run `torchrun --nnodes=N --nproc-per-node=... ARGS` on every node. The agents rendezvous at n0 (c10d)."""
+        """Run `torchrun --nnodes=N --nproc-per-node=... ARGS` on every node. The agents rendezvous on n0 (c10d)."""
         return self.finish(self.start_torchrun(*args, nproc_per_node=nproc_per_node, env=env, line=line), timeout)
 
     def start_torchrun(
@@ -199,7 +198,7 @@ class Cluster:
         env: Mapping[str, str] | None = None,
         line: Callable[[str, str], None] | None = None,
     ) -> list[Process]:
-        """Start torchrun on every node as `torchrun` does, without waiting."""
+        """Start torchrun on every node, as `Cluster.torchrun` does, without waiting for torchrun to exit."""
         command = [sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={nproc_per_node}", *args]
         port = self.new_port()
 
@@ -211,9 +210,9 @@ class Cluster:
     def torchrun_env(self, node: int, port: int = PORT) -> dict[str, str]:
         """Return the rendezvous settings of a node's torchrun agent.
 
-        torchrun also reads each option from an environment variable PET_... The equivalent command-line options are:
-        --nnodes=2 --rdzv-backend=c10d --rdzv-endpoint=n0:29500 --rdzv-id=cluster --rdzv-conf=is_host=1 (on n0; 0 on
-        other nodes) --local-addr=10.0.0.1
+        torchrun can also read each option from an environment variable whose name starts with PET_. The equivalent
+        command-line options are: --nnodes=2 --rdzv-backend=c10d --rdzv-endpoint=n0:29500 --rdzv-id=cluster
+        --rdzv-conf=is_host=1 (on n0; 0 on other nodes) --local-addr=10.0.0.1
         """
         return {
             "PET_NNODES": str(len(self)),
@@ -239,20 +238,20 @@ class Cluster:
     ) -> list[Result]:
         """Call `fn(world, *args)` on every rank, and return the results in rank order.
 
-        The process group is initialized before `fn` is called. The ranks are forks of a process that has already
-        imported torch, so they start quickly.
+        The process group is initialized before `fn` is called. The ranks are forked from a process that has
+        already imported torch, so they start quickly.
 
         Args:
             fn: Function to run on every rank. Its first argument is the rank's `World`.
-            *args: Further arguments of `fn`.
-            nodes: Number of nodes to use. Default: all nodes.
+            *args: Additional arguments for `fn`.
+            nodes: Number of nodes to use. Defaults to all nodes.
             ranks_per_node: Number of ranks on each node.
             threads: Number of torch threads per rank.
             timeout: Timeout in seconds for all ranks to return. None means no timeout.
             collective_timeout: Seconds after which a rank that waits in a collective raises an error.
             env: Additional environment variables.
-            meanwhile: Called in this process when all ranks have joined the process group, for example to unplug a
-                cable.
+            meanwhile: Function to call in this process after all ranks have joined the process group, for example to
+                unplug a cable.
 
         Raises:
             RankError: If a rank failed. The other ranks are killed after a short grace period.
@@ -273,16 +272,18 @@ class Cluster:
         )
 
     def fork(self, entry: str, *, node: int, env: Mapping[str, str], files: Sequence[int]) -> int:
-        """Call a function in a new process on one node without waiting for it. Return the process ID for `send_signal`.
+        """Call a function in a new process on one node without waiting for the result.
 
-        The process is a fork of the box, which imports the function's module, and thereby torch, only once.
+        The method returns the process ID for `send_signal`. The process is forked from the box, which imports the
+        function's module, and thereby torch, only once.
 
         Args:
             entry: Name of the function, as "package.module:function".
             node: Index of the node.
             env: Additional environment variables.
-            files: Open files. The first receives the output, and the second the exit code as text. The function is
-                called with the remaining file descriptors, at most five.
+            files: Open files that the new process inherits. The first file receives the output, and the second file
+                receives the exit code as text. The function is called with the descriptors of the remaining files, at
+                most five.
         """
         self._check(node)
         return self._runner.fork("fork", entry, node, env, files)
@@ -292,10 +293,10 @@ class Cluster:
         self._box.ask("signal", number, int(signalled))
 
     def pid_of(self, number: int) -> int | None:
-        """Return the process ID, outside the cluster, of a process that `fork` started.
+        """Return the process ID that a process started by `fork` has outside the cluster.
 
         Returns:
-            None if the process has exited.
+            The process ID, or None if the process has exited.
         """
         for process in psutil.Process(self._box.pid).children(recursive=True):
             with suppress(OSError, StopIteration):
@@ -311,10 +312,11 @@ class Cluster:
         return self._port - 1
 
     def finish(self, processes: Sequence[Process], timeout: float | None = None) -> list[CommandResult]:
-        """Wait for all processes, and return their results.
+        """Wait until all processes have exited, and return their results.
 
         Raises:
-            TimeoutError: If a process is still running after `timeout` seconds. The remaining processes are killed.
+            TimeoutError: If a process is still running after `timeout` seconds. In this case, the remaining processes
+                are killed.
         """
         try:
             wait(processes, timeout)
@@ -326,7 +328,7 @@ class Cluster:
 
     @property
     def bytes_per_second(self) -> float:
-        """Maximum payload of a link in bytes per second. 1,448 bytes of payload occupy 1,514 bytes on the wire."""
+        """Maximum payload rate of a link in bytes per second. 1,448 bytes of payload occupy 1,514 bytes on the wire."""
         return network.bits_per_second(self.rate) / 8 * 1448 / 1514 if self.rate else math.inf
 
     def set_rate(self, rate: str | None) -> None:
@@ -349,7 +351,7 @@ class Cluster:
         self._box.ask("connect", node, False)
 
     def reconnect(self, node: int) -> None:
-        """Plug the node's cable in again. TCP retransmits lost data after a while."""
+        """Plug in the node's cable again. TCP retransmits lost data after a while."""
         self._check(node)
         self.unplugged.discard(self.names[node])
         self._box.ask("connect", node, True)
@@ -364,9 +366,9 @@ class Cluster:
             self.reconnect(node)
 
     def kill(self, node: int) -> None:
-        """Simulate a power failure: kill all processes of the node at once, and disconnect its cable.
+        """Simulate a power failure by disconnecting the node's cable and killing all its processes at once.
 
-        The other nodes therefore receive no notification. A killed node cannot be restarted.
+        Without the cable, the other nodes receive no notification. A killed node cannot be restarted.
         """
         self._check(node)
         self.off.add(self.names[node])
@@ -378,12 +380,13 @@ class Cluster:
 
 
 def unsupported_reason(delay: str | None = None) -> str:
-    """Return a one-line reason why this system cannot run a cluster (with `delay`, if given), or "" if it can.
+    """Return a one-line reason why this system cannot run a cluster, or an empty string if it can.
 
-    To determine the reason, the function starts a cluster with one node.
+    To determine the reason, the function starts a cluster with one node, and with `delay` if given.
 
     Raises:
-        FailedError: If the cluster fails for a reason other than a missing feature, which indicates a defect.
+        FailedError: If the cluster fails for a reason other than a missing system feature. Such a failure indicates a
+            defect in this package.
     """
     try:
         with Cluster(1, "1gbit", delay):

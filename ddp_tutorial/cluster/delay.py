@@ -4,15 +4,15 @@ r"""Delay each frame that one host sends to a different host.
         \    /
         bridge --- wire     a TAP device: a process reads its frames, holds them, and writes them back
 
-A frame that the process writes back enters the bridge, which forwards it to its destination through the token bucket of
-the port. The kernel therefore enforces the rate, as without a delay, and the process enforces the delay. (Linux
-provides netem for this purpose, but not every kernel includes it; almost all kernels include TAP devices.) Frames are
-passed in the kernel's own format: several packets in one frame, with unfinished checksums. A frame therefore costs
-about 20 us of CPU time, regardless of its size.
+A frame that the process writes back enters the bridge again. The bridge forwards the frame through the token bucket of
+the destination's port. The kernel therefore enforces the rate, and the process enforces only the delay. (Linux provides
+netem for delays, but some kernels do not include netem. Almost all kernels include TAP devices.) The process reads and
+writes frames in the kernel's own format, in which a frame contains several packets with incomplete checksums. A frame
+therefore costs about 20 us of CPU time, regardless of its size.
 
-With sufficient permissions (root), the process runs with real-time priority (SCHED_FIFO). Otherwise it would compete
-with the ranks for a core, and the network would slow down while the ranks compute. `bench cluster` compares all-reduces
-of 1 kB to 16 MB with the predictions from rate and delay.
+With sufficient permissions (root), the process runs with real-time priority (SCHED_FIFO). Without this priority, the
+process would compete with the ranks for a core, and the network would slow down while the ranks compute. `bench
+cluster` compares the times of all-reduces of 1 kB to 16 MB with predictions from the rate and the delay.
 """
 
 import ctypes
@@ -80,7 +80,7 @@ def open_wire() -> int:
 
 
 def run_delay_line(wire: int, seconds: float) -> NoReturn:
-    """Read frames, and write each frame back after `seconds`. Never returns.
+    """Read frames, and write each frame back after `seconds`. This function never returns.
 
     All frames have the same delay, so their order is preserved.
     """

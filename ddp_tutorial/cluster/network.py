@@ -6,11 +6,11 @@ r"""Create hosts and a network between them. Each host is a Linux network namesp
        |            |
      eth0          eth0                in the namespaces of n0 and n1, 10.0.0.1 and 10.0.0.2
 
-A token bucket (tbf, see tc-tbf(8)) shapes both ends of a pair: the packets that leave a host, and the packets that
-arrive at it. A host therefore sends at most at `rate` and receives at most at `rate`, as with a network card and a
-switch of that speed. For a delay, frames that enter the bridge are redirected through a process; see `delay`.
+A token bucket (tbf, see tc-tbf(8)) at each end of a pair limits the rate of the packets that leave or enter a host. A
+host therefore sends at most at `rate` and receives at most at `rate`, as with a network card and a switch of that
+speed. To add a delay, the kernel redirects incoming frames through a process; see `delay`.
 
-The functions must be called inside namespaces in which the caller has all privileges; see `box`.
+This module's functions must be called inside namespaces in which the caller has all privileges; see `box`.
 """
 
 import ctypes
@@ -50,7 +50,7 @@ MOST_NODES = 250
 
 
 def name_of(node: int) -> str:
-    """Return the host name: n0, n1, ..."""
+    """Return the name of a host, such as n0."""
     return f"n{node}"
 
 
@@ -84,13 +84,13 @@ def _bucket(rate: float, frame_seconds: float) -> int:
 def _largest_frame(rate: float, frame_seconds: float) -> int:
     """Return the maximum frame size in bytes, for `rate` in bytes per second.
 
-    The kernel segments such a frame into packets only at the end of its path.
+    The kernel splits a large frame into packets only at the end of the frame's path.
     """
     return min(65536, max(_SMALLEST_FRAME, int(rate * frame_seconds)))
 
 
 def check_delayed(nodes: int, rate: str | None) -> None:
-    """Raise `ConfigError` if the hosts may send more than the process that delays frames can handle."""
+    """Raise `ConfigError` if the hosts' combined rate exceeds the capacity of the process that delays frames."""
     bits = bits_per_second(rate) if rate else math.inf
     most = MOST_BITS / nodes
     if nodes / _FRAME_SECONDS > MOST_FRAMES:  # limit the number of small frames through a lower rate
@@ -105,7 +105,7 @@ def check_delayed(nodes: int, rate: str | None) -> None:
 
 @dataclass
 class Host:
-    """A host, with the open files that keep its namespaces alive and its port on the bridge."""
+    """A host, its port on the bridge, and the open files that keep its namespaces alive."""
 
     name: str
     net: int
@@ -115,7 +115,7 @@ class Host:
 
 
 class Network:
-    """Hosts that are connected by one bridge."""
+    """Hosts connected by one bridge."""
 
     def __init__(self, nodes: int, rate: str | None, delayed: bool = False) -> None:
         """Create the hosts and the bridge.
@@ -177,9 +177,9 @@ class Network:
         return Host(name_of(node), net, uts, index, mac)
 
     def divert(self) -> int:
-        """Redirect all frames that enter the bridge to a file, and return this file.
+        """Redirect all frames that enter the bridge, and return the file from which they can be read.
 
-        Frames that are written to the file continue from the bridge.
+        The bridge forwards all frames that are written to the file.
         """
         wire = open_wire()
         with _rtnl() as kernel:
@@ -222,7 +222,7 @@ class Network:
                 _libc("setns", self.home, 0)
 
     def connect(self, node: int, up: bool) -> None:
-        """Plug in or unplug the host's cable. While it is unplugged, packets are lost without notification."""
+        """Plug in or unplug the host's cable. While the cable is unplugged, packets are lost without notification."""
         with _rtnl() as kernel:
             kernel.link("set", index=self.hosts[node].port, state="up" if up else "down")
 

@@ -1,4 +1,4 @@
-"""Run a rank on a host of a cluster. The rank is a fork of the box, which has already imported torch."""
+"""Run a rank on a host of a cluster. The rank is forked from the box process, which has already imported torch."""
 
 import gc
 import io
@@ -26,9 +26,9 @@ def call_here(call: int, result: int) -> None:
     """Run the rank that the environment specifies, and call the function in the file `call`.
 
     Args:
-        call: File with the pickled call. All ranks share it.
-        result: File for the outcome. The first byte shows that the rank has joined the process group. The pickled
-            result or exception follows.
+        call: Descriptor of the file with the pickled call. All ranks share the file.
+        result: Descriptor of the file for the outcome. The first byte shows that the rank has joined the process
+            group. The pickled result or exception follows.
     """
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):

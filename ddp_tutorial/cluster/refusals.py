@@ -1,4 +1,4 @@
-"""Distinguish a system that does not support a cluster from a defect of this package."""
+"""Distinguish between a system that does not support clusters and a defect in this package."""
 
 import errno
 import os

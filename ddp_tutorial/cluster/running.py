@@ -1,4 +1,4 @@
-"""Start commands and ranks on the hosts, collect their output, and wait for or kill them."""
+"""Start commands and ranks on the hosts, collect their output, and wait for them or kill them."""
 
 import os
 import selectors
@@ -45,14 +45,14 @@ class Process:
 
     @property
     def output(self) -> str:
-        """The output so far."""
+        """The output received so far."""
         return self.text.decode(errors="replace")
 
     def wait(self, timeout: float | None = None) -> CommandResult:
         """Wait until the process exits, and return its result.
 
         Raises:
-            TimeoutError: If the process is still running after `timeout` seconds. It is not killed.
+            TimeoutError: If the process is still running after `timeout` seconds. The process is not killed.
         """
         wait([self], timeout)
         return self.poll_result()
@@ -98,7 +98,7 @@ class Process:
 
 
 def wait(processes: Sequence[Process], timeout: float | None = None, until: Callable[[], bool] = lambda: False) -> None:
-    """Read the output of processes until all have exited or `until()` returns true.
+    """Read the output of processes until all processes have exited or `until()` returns true.
 
     Raises:
         TimeoutError: If a process is still running after `timeout` seconds.
@@ -112,7 +112,7 @@ def wait(processes: Sequence[Process], timeout: float | None = None, until: Call
         while any(process.code is None for process in processes) and not until():
             left = None if deadline is None else deadline - time.monotonic()
             if left is not None and left <= 0:
-                raise TimeoutError(f"still running after {timeout:g} s")
+                raise TimeoutError(f"at least 1 process was still running after {timeout:g} s")
             for key, _ in selector.select(left):
                 process, is_status = key.data
                 if is_status:
@@ -131,7 +131,7 @@ class Runner:
         """Create a runner.
 
         Args:
-            box: Client of the process that holds the cluster.
+            box: Client of the cluster's main process.
             names: Names of the nodes.
             folders: Working directories of the nodes.
         """
@@ -144,12 +144,12 @@ class Runner:
         """Start a process on a node, and return its process ID inside the cluster.
 
         Args:
-            kind: "start" for a command, "fork" for a function.
+            kind: "start" for a command, or "fork" for a function.
             what: The command with its arguments, or the function as "package.module:function".
             node: Index of the node.
             env: Additional environment variables.
-            files: Open files. The first receives the output, and the second the exit code. The remaining files are
-                passed to the function.
+            files: Open files that the process inherits. The first file receives the output, and the second file
+                receives the exit code. The remaining files are passed to the function.
         """
         environ = environment() | dict(env or {})
         with open(os.devnull) as nothing:
@@ -168,7 +168,7 @@ class Runner:
     ) -> Process:
         """Start a process as `fork` does, and create pipes for its output and exit code.
 
-        `files` are passed to the function.
+        The files in `files` are passed to the function.
         """
         stdout, its_stdout = os.pipe()
         status, its_status = os.pipe()
@@ -188,7 +188,7 @@ class Runner:
     def start_all(self, begin: Callable[[int], Process], count: int) -> list[Process]:
         """Call `begin(0)`, `begin(1)`, ... to start `count` processes.
 
-        If a process cannot be started, or on an interrupt, all processes that were started are killed.
+        If a process cannot be started, or on an interrupt, all processes started so far are killed.
         """
         started: list[Process] = []
         try:

@@ -1,6 +1,6 @@
 """Define the command-line interface, with one file for each group of commands.
 
-A command imports its dependencies when it is called, so that commands that only read logs start fast.
+A command imports its dependencies when it is called, so commands that only read logs start quickly.
 """
 
 import os
@@ -18,7 +18,7 @@ def complete_runs(context: click.Context, parameter: click.Parameter, incomplete
 
 
 def _use_runs_dir(context: click.Context, parameter: click.Parameter, folder: Path | None) -> None:
-    """Set the environment variable that `ddp_tutorial.files` and all processes started from here read."""
+    """Store the runs directory in the environment, for `ddp_tutorial.files` and all child processes."""
     if folder is not None:
         os.environ["DDP_TUTORIAL_RUNS"] = str(folder.absolute())
 

@@ -15,7 +15,7 @@ from ddp_tutorial.config import ConfigError
 def checkpoint() -> None:
     """Inspect the checkpoints of a run.
 
-    PATH is the path of a run's directory or its name under runs/, or the path of a checkpoint.
+    PATH is a run's directory, a run's name under runs/, or the path of a checkpoint.
     """
 
 

@@ -11,7 +11,7 @@ from ddp_tutorial.config import FailedError
 
 @click.group()
 def cluster() -> None:
-    """Run commands on several hosts that this machine's kernel simulates, with a real network. Linux only."""
+    """Run commands on several hosts that this machine's kernel simulates, with a real network. Requires Linux."""
 
 
 @cluster.command(context_settings={"ignore_unknown_options": True})
@@ -28,8 +28,8 @@ def run(nodes: int, rate: str | None, delay: str | None, separate_folders: bool,
     cluster run --nodes 3 -- sh -c 'echo $NODE_RANK; hostname; ip addr'
 
     The hosts share this machine's cores and files, and are not reachable from outside. Environment variables PET_...
-    give torchrun the number of nodes, the rendezvous endpoint (n0:29500) and the node rank. NODE_RANK is the number of
-    the host, from 0. The exit code is 0 if the command exits with 0 on all hosts.
+    specify torchrun's number of nodes, rendezvous endpoint (n0:29500) and node rank. NODE_RANK is the index of the
+    host, starting at 0. The exit code is 0 if the command exits with 0 on all hosts.
     """
     from ddp_tutorial.cluster import Cluster
 

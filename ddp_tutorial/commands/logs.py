@@ -1,4 +1,4 @@
-"""Commands that read run records. They start fast: no command imports torch, and only figures import matplotlib."""
+"""Commands that read run records. To start quickly, they import matplotlib only for figures, and never import torch."""
 
 import csv
 import json
@@ -33,10 +33,13 @@ _open = click.option("-e", "--open", "opens", is_flag=True, help="Open the figur
 
 
 def _chosen(names: tuple[str, ...], everything: bool) -> list[Path]:
-    """Return the folders of the named runs, without duplicates. Without names, return the newest run, or all runs.
+    """Return the named runs' folders without duplicates. Without names, return the newest run's folder, or all folders.
 
-    Existing files and folders that are not runs are skipped, and their number is reported, because `runs/*` also
-    matches figures, caches and sweeps. Raises `ConfigError` if a name does not exist, or if no run is left.
+    Existing files and folders that are not runs are skipped, and their number is reported, because the pattern `runs/*`
+    also matches figures, caches and sweeps.
+
+    Raises:
+        ConfigError: If a name does not exist, or if no run remains.
     """
     from ddp_tutorial.files import RUNS
     from ddp_tutorial.runs.summaries import find_run, find_runs
@@ -69,7 +72,7 @@ def _chosen(names: tuple[str, ...], everything: bool) -> list[Path]:
 @logs.command("list")
 @runs_dir
 def list_runs() -> None:
-    """List all runs under runs/, the newest last.
+    """List all runs under runs/, from oldest to newest.
 
     A run's state is finished, stopped, failed, killed or running. A stopped run exited before its last step, on request
     or by a signal. A failed run recorded a rank's error. A killed run exited without writing a result or an error.
@@ -182,7 +185,7 @@ def summary(runs: tuple[str, ...], everything: bool, form: str, baseline: str | 
 
 
 def _speedups(summaries: list["Summary"], name: str | None) -> list["Speedup"]:
-    """Return the speedup of each run over the named or default baseline. Report runs with different work."""
+    """Return each run's speedup over the named or default baseline. Report runs that are not comparable with it."""
     from ddp_tutorial.runs.speedup import default_baseline, not_comparable, require_throughput, speedup
     from ddp_tutorial.runs.summaries import find_run, summarize
 
@@ -193,7 +196,7 @@ def _speedups(summaries: list["Summary"], name: str | None) -> list["Speedup"]:
 
 
 def _one_line(run: "Summary") -> str:
-    """Return a summary on one line of key=value pairs, for grep. Unknown values are empty."""
+    """Return a summary as one line of key=value pairs, for use with grep. Unknown values are empty."""
     losses = {
         "loss": run.loss and run.loss.last,
         "eval_loss": run.eval_loss and run.eval_loss.last,
@@ -261,7 +264,7 @@ def _plain(value: Any) -> str:
 
 
 def _page(run: "Summary") -> str:
-    """Return a summary of one run, with a line for each known fact."""
+    """Return a summary of one run, with one line per known value."""
     lines = {
         "state": _state(run),
         "error": run.failure and f"\n{'':14}".join(run.failure.error.strip().splitlines()),
@@ -337,7 +340,7 @@ def _source(config: dict[str, Any]) -> str | None:
 
 
 def _get(config: dict[str, Any], name: str) -> Any:
-    """Return a setting by its dotted name, or None if the config of an older version does not have it."""
+    """Return a setting by its dotted name, or None if the config of an older version does not contain it."""
     value: Any = config
     for part in name.split("."):
         value = value.get(part) if isinstance(value, dict) else None
@@ -368,7 +371,7 @@ def _speed(run: "Summary") -> str | None:
 
 
 def _time(run: "Summary") -> str | None:
-    """Return the total time and the share of each phase. `other` is the time outside of all phases."""
+    """Return the total time and the share of each phase. `other` is the time outside all phases."""
     if run.seconds is None:
         return None
     shares = [
@@ -440,9 +443,9 @@ def plot(
 ) -> None:
     """Plot the metrics of runs, by default of the newest run.
 
-    The figure has a panel for each metric and, without --compare, for each run. Without -o it is written to
-    runs/plot-RUN.png. Other metrics are eval_loss, tokens_per_second, loss_scale, and seconds.PHASE, such as
-    seconds.data.
+    With --compare, the figure contains one panel per metric. Otherwise, it contains one panel per metric per run.
+    Without -o, the figure is written to runs/plot-RUN.png. Other metrics are eval_loss, tokens_per_second, loss_scale,
+    and seconds.PHASE, such as seconds.data.
     """
     from ddp_tutorial.files import RUNS
 
@@ -471,7 +474,7 @@ def plot(
 
 
 def _announce(path: Path, opens: bool) -> None:
-    """Print the path of a figure, and open it on request: in $BROWSER, or in the desktop's default program."""
+    """Print the path of a figure. If `opens` is true, open it in $BROWSER or in the desktop's default program."""
     import webbrowser
 
     click.echo(str(path))
@@ -480,7 +483,7 @@ def _announce(path: Path, opens: bool) -> None:
 
 
 def _joined(folders: list[Path]) -> str:
-    """Return a file name for several runs, which depends only on their names."""
+    """Return a file name that depends only on the names of the runs."""
     from ddp_tutorial.files import RUNS
 
     names = [str(folder.relative_to(RUNS) if folder.is_relative_to(RUNS) else folder.name) for folder in folders]
@@ -542,7 +545,7 @@ def draw_timeline(run: str, opens: bool) -> None:
 def tail(run: str, count: int, rank: int, metrics: bool, edit: bool) -> None:
     """Follow the log of one rank until the run has exited.
 
-    If there is no log of rank 0, the command shows the metrics of the steps.
+    If rank 0's log does not exist, the command shows the metrics of each step.
     """
     from ddp_tutorial.runs.folder import RunFolder
     from ddp_tutorial.runs.summaries import find_run, follow, state_of, summarize

@@ -1,4 +1,4 @@
-"""Commands for the machine and the shell."""
+"""Commands that check the machine and set up shell completion."""
 
 import json
 import sys
@@ -31,7 +31,7 @@ def doctor(as_json: bool) -> None:
 @click.command()
 @click.argument("shell", type=click.Choice(["bash", "zsh", "fish"]))
 def completion(shell: str) -> None:
-    """Print a script that makes SHELL complete the commands, configs and settings of `ddp-tutorial`.
+    """Print a script with which SHELL completes the commands, configs and settings of `ddp-tutorial`.
 
     \b
     ddp-tutorial completion bash >> ~/.bashrc

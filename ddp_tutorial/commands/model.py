@@ -1,4 +1,4 @@
-"""Commands for the model of a run. RUN is its directory, or its name under runs/."""
+"""Commands that use a run's model. RUN is the run's directory, or its name under runs/."""
 
 import json
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Command that plans a run on many devices. It only predicts costs, and does not start the run."""
+"""Command that plans a run on many devices. The command predicts costs without starting the run."""
 
 import json
 from collections.abc import Iterable
@@ -58,7 +58,7 @@ def plan(
 ) -> None:
     """Predict step time, memory and cost of training MODEL on many devices, for each strategy. The run is not started.
 
-    MODEL is one of the models below. SHAPE changes it, for example layers=48 sequence=8192.
+    MODEL is one of the models below. SHAPE changes the model, for example layers=48 sequence=8192.
 
     \b
     plan llama-3.1-8b --devices 64 --device h100 --network dgx-h100
@@ -93,7 +93,7 @@ def plan(
 
 
 def _model(name: str, shape: Iterable[str]) -> Transformer:
-    """Return the model with this command-line name, with the changes in `shape`, such as "layers=48".
+    """Return the model with the command-line name `name` and the changes in `shape`, such as "layers=48".
 
     Raises:
         ConfigError: If the name or a change is not valid.
@@ -139,7 +139,7 @@ def _network(name: str, node_gbit: float | None) -> Network:
 
 
 def _plan(estimate: Estimate) -> dict[str, Any]:
-    """Return an estimate as a JSON object, with its computed properties."""
+    """Return an estimate as a JSON object, including its computed properties."""
     return asdict(estimate) | {
         "label": estimate.plan.label,
         "seconds": estimate.seconds,

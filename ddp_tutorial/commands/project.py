@@ -40,7 +40,7 @@ def notebooks(paths: tuple[Path, ...], everything: bool) -> None:
 def copy_notebooks(folder: Path) -> None:
     """Copy the notebooks, without outputs, and their data to a new FOLDER.
 
-    You can edit the copies freely. In contrast, the command `notebooks` executes the project's notebooks in place.
+    You can edit the copies freely. In contrast, the `notebooks` command executes the project's notebooks in place.
     """
     from ddp_tutorial.experiments.notebooks import copy_notebooks
 
@@ -57,7 +57,7 @@ def copy_notebooks(folder: Path) -> None:
 @click.option("--files", type=click.IntRange(min=1), default=8, show_default=True, help="Number of Parquet files.")
 @click.option("--seed", type=click.IntRange(min=0), default=0, show_default=True, help="Seed of the random numbers.")
 def stories(count: int, folder: Path, files: int, seed: int) -> None:
-    """Write COUNT synthetic short stories, as Parquet files in a new FOLDER, to test sources with data of any size."""
+    """Write COUNT synthetic short stories to Parquet files in a new FOLDER, to test sources with data of any size."""
     from ddp_tutorial.sharding.stories import write_stories
 
     try:
@@ -80,9 +80,9 @@ def bench(name: str, as_json: bool, repeats: int, kills: int | None) -> None:
 
     chaos kills ranks of small runs, and makes their disks fail or fill up, at every named point of saving and resuming.
     It also starts runs on nodes without a shared folder. It checks that no checkpoint is lost, that each resumed run is
-    bitwise identical, and that no process is left running. restarts does the same with torchrun, which restarts the
-    ranks. hangs makes ranks hang in eight ways, and checks that the report names ranks and lines, and that no process
-    is left running.
+    bitwise identical to an uninterrupted run, and that no process is left running. restarts kills ranks under torchrun,
+    which restarts them. hangs makes ranks hang in eight ways, and checks that the report names ranks and lines, and
+    that no process is left running.
     """
     from ddp_tutorial.benches import as_text, run_bench
 
@@ -111,7 +111,7 @@ def bench(name: str, as_json: bool, repeats: int, kills: int | None) -> None:
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 @click.option("--repeats", type=click.IntRange(min=5), default=7, show_default=True, help="Repetitions of each arm.")
 def reproduce(name: str, as_json: bool, repeats: int) -> None:
-    """Measure a table of equal work, and print it as Markdown, next to published numbers if there are any."""
+    """Measure variants on equal work, and print a Markdown table that includes published numbers if there are any."""
     from ddp_tutorial.benches import published
 
     result = published.reproduce(name, repeats)
@@ -124,6 +124,6 @@ def _print_and_exit(
     describe: Callable[[Mapping[str, Any]], str],
     as_json: bool,
 ) -> NoReturn:
-    """Print the result of a benchmark that can fail, and exit. The exit code is 1 if it failed."""
+    """Print the result of a benchmark that can fail, and exit. The exit code is 1 if the benchmark failed."""
     click.echo(json.dumps(found, indent=2) if as_json else describe(found))
     sys.exit(not is_good(found))

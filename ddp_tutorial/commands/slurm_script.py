@@ -1,4 +1,4 @@
-"""Write the batch script of a training run, which `python -m ddp_tutorial slurm CONFIG` prints or submits."""
+"""Write the batch script that `python -m ddp_tutorial slurm CONFIG` prints or submits."""
 
 import shlex
 from collections.abc import Iterable
@@ -25,7 +25,7 @@ def slurm_script(
         kind: The class of the config.
 
     Raises:
-        ConfigError: If the nodes cannot have the same number of ranks, or if training would reject the config.
+        ConfigError: If the ranks cannot be divided evenly among the nodes, or if training would reject the config.
     """
     of_job, of_run = split_overrides(overrides)
     config = load(source, kind, [*of_run, *of_job])

@@ -53,9 +53,9 @@ def sweep(
 ) -> None:
     """Run NOTEBOOK with papermill for every point of a grid, such as source=sharded,streamed steps=10,20.
 
-    NOTEBOOK is a path, or the name of one of the experiments below. KEY=@FILE reads the values of a parameter from a
+    NOTEBOOK is a path, or the name of one of the experiments below. KEY=@FILE reads the values of parameter KEY from a
     file with a YAML or JSON list. Each point of --points FILE is combined with all values of the settings. In a CSV
-    file, the header contains the parameters, and each row is a point.
+    file, the header contains the parameter names, and each row is a point.
 
     The papermill command of each point runs that point alone. Add --dry-run to print only the commands.
 

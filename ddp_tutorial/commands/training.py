@@ -73,7 +73,7 @@ def train(
     debug: bool,
     devices: str | None,
 ) -> None:
-    """Train with CONFIG: a YAML file, or the name of one of the package's configs.
+    """Train with CONFIG, which is a YAML file or the name of one of the package's configs.
 
     \b
     train 2proc
@@ -87,12 +87,13 @@ def train(
     The command starts config.nprocs ranks on this machine. On GPUs, it starts one rank per GPU if nprocs is not set.
     Under torchrun, or srun on Slurm, the command joins the existing world.
 
-    After SIGTERM or SIGUSR1, the run saves a checkpoint after the current step and exits with code 75. It exits
+    After SIGTERM or SIGUSR1, the run saves a checkpoint after the current step and exits with code 75. The run exits
     immediately if there is nothing to save yet. The command `stop` also stops a run. To resume, rerun the command with
     resume=auto.
 
-    Under torchrun the exit code is 0 instead, because torchrun would restart the ranks after any other code. It is also
-    0 in a Slurm step after `stop`, because 75 requeues the job. result.json records that the run was stopped, and why.
+    Under torchrun, the exit code is 0 instead, because torchrun would restart the ranks after any other code. The exit
+    code is also 0 in a Slurm step after `stop`, because code 75 would requeue the job. result.json records the reason
+    for the stop.
     """
     if debug:
         from ddp_tutorial.processes.debug_variables import set_variables
@@ -105,7 +106,7 @@ def train(
 
 @dataclass(frozen=True)
 class DebugOptions:
-    """Options for debugging a run. Injected faults are in its config."""
+    """Options for debugging a run. Injected faults are part of the run's config."""
 
     watch: float | None  # all ranks are inspected after this time in a collective, in seconds
     check: bool  # whether each step is checked
@@ -165,12 +166,12 @@ def _train(
 
 
 def _placement(settings: "FaultyConfig", devices: str | None, *, is_chosen: bool, joins: bool) -> dict[str, Any]:
-    """Make the selected GPUs visible to the ranks, and return the settings that follow from the number of GPUs.
+    """Make the selected GPUs visible to the ranks, and return the settings that depend on the number of GPUs.
 
     Args:
         settings: The config of the run.
         devices: The value of --devices.
-        is_chosen: Whether the number of ranks has been chosen, by a setting or because torchrun started them.
+        is_chosen: Whether a setting or torchrun has already determined the number of ranks.
         joins: Whether this process joins an existing world.
     """
     from ddp_tutorial.processes.devices import VISIBLE, default_nprocs, visible_devices
@@ -189,9 +190,9 @@ def _placement(settings: "FaultyConfig", devices: str | None, *, is_chosen: bool
 def _train_on_a_rank(world: "World", settings: "FaultyConfig", debug: DebugOptions) -> "TrainResult":
     """Train on one rank, with a watchdog, checks and faults as configured. Collective.
 
-    A failed check raises an error on all ranks in the same step. The error is recorded in `failed.json` and in the
-    logs, like any failure. The last steps are checked before the run writes its result. Warnings are recorded in the
-    log and in `result.json`.
+    A failed check raises an error on all ranks in the same step. Like any other failure, the error is recorded in
+    `failed.json` and in the logs. The last steps are checked before the run writes its result. Warnings are recorded in
+    the log and in `result.json`.
     """
     from ddp_tutorial.debug.checks import checking
     from ddp_tutorial.debug.faults import inject_faults
@@ -237,7 +238,7 @@ def _print_plan(settings: "FaultyConfig", layers: list[configs.Layer], as_json: 
 
 
 def _summary_line(run: Path, summary: dict[str, Any]) -> str:
-    """Return the result of a run in one line."""
+    """Return the result of a run as one line."""
     from ddp_tutorial.ddp.config import LinkConfig
     from ddp_tutorial.ddp.link_model import LinkModel
     from ddp_tutorial.runs.folder import PER_SECOND, format_loss

@@ -1,4 +1,4 @@
-"""Buckets of gradients that are reduced together. `assign_buckets` assigns parameters to buckets."""
+"""Group gradients into buckets that are reduced with one all-reduce each."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -10,19 +10,19 @@ MIB = 2**20
 
 
 def assign_buckets(nbytes: Sequence[int], kinds: Sequence[object], cap: float, first_cap: float) -> list[list[int]]:
-    """Assign gradients, in the order in which they become ready, to buckets.
+    """Assign gradients to buckets in the order in which they become ready.
 
     A bucket is closed as soon as it contains at least `cap` bytes. A bucket may exceed the cap, because gradients are
-    never split. PyTorch uses the same rule. A small first bucket lets the first all-reduce start early.
+    never split. PyTorch uses the same rule. With a small first bucket, the first all-reduce starts early.
 
     Args:
         nbytes: The size of each gradient.
-        kinds: The kind of each gradient (dtype and device). All gradients in a bucket have the same kind.
+        kinds: The kind of each gradient (dtype and device). All gradients in a bucket are of the same kind.
         cap: The size in bytes at which a bucket is closed.
         first_cap: The size in bytes at which the first bucket of each kind is closed.
 
     Returns:
-        The gradient indices of each bucket, in the order in which the buckets become complete.
+        A list of gradient indices for each bucket, in the order in which the buckets become complete.
     """
     buckets: list[list[int]] = []
     open_bucket: dict[object, list[int]] = {}
@@ -40,7 +40,7 @@ def assign_buckets(nbytes: Sequence[int], kinds: Sequence[object], cap: float, f
 
 @dataclass
 class Bucket:
-    """A flat buffer for several gradients, with one view of the buffer for each gradient."""
+    """A flat buffer that stores several gradients, with one view per gradient."""
 
     name: str
     buffer: torch.Tensor
@@ -59,7 +59,7 @@ class Bucket:
 
     @torch.no_grad()
     def collect(self, place: int, world_size: int) -> None:
-        """Copy the gradient of the parameter with index `place`, divided by the world size, into the buffer.
+        """Divide the gradient of parameter `place` by the world size, and copy the result into the buffer.
 
         `.grad` becomes a view of the buffer. Because each rank divides its gradient first, the sum over ranks is the
         mean. Dividing first also avoids overflow in half precision. A missing gradient contributes zeros.
@@ -78,7 +78,7 @@ class Bucket:
 
 
 def check_dense(name: str, gradient: torch.Tensor | None) -> None:
-    """Raise `ValueError` if `gradient` is sparse, because ranks may have gradients for different rows."""
+    """Raise `ValueError` if `gradient` is sparse, because the nonzero rows may differ between ranks."""
     if gradient is not None and gradient.is_sparse:
         raise ValueError(f"parameter {name!r} has a sparse gradient: build its layer with sparse=False")
 
@@ -86,7 +86,7 @@ def check_dense(name: str, gradient: torch.Tensor | None) -> None:
 def make_buckets(
     parameters: Sequence[tuple[str, nn.Parameter]], cap: float = float("inf"), first_cap: float | None = None
 ) -> list[Bucket]:
-    """Return buckets of `cap` bytes for the named parameters, in the given order.
+    """Group the named parameters into buckets of about `cap` bytes, in the given order.
 
     Without a cap, there is one bucket for each dtype and device.
     """

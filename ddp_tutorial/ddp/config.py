@@ -1,4 +1,4 @@
-"""Settings of the DDP wrappers and of a simulated link."""
+"""Define the settings of the DDP wrappers and of a simulated link."""
 
 from typing import Literal
 
@@ -15,7 +15,7 @@ class LinkConfig(Config):
 
 
 class CompileConfig(Config):
-    """Options of `torch.compile`, with the same names."""
+    """Options for `torch.compile`, which keep their PyTorch names."""
 
     backend: str = Field("inductor", description="Compiler backend.")
     mode: Literal["default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"] | None = Field(
@@ -36,7 +36,7 @@ class CompileConfig(Config):
 
 
 class DDPConfig(Config):
-    """The DDP variant and its options. PyTorch options keep their names."""
+    """The DDP variant and its options. Options of PyTorch's DDP keep their PyTorch names."""
 
     variant: Literal["naive", "flat", "bucket", "torch"] = Field(
         "torch", description="Which DDP implementation averages the gradients."

@@ -1,8 +1,8 @@
-"""Communication hooks, which send a bucket uncompressed, in 16 bits, or as two low-rank matrices (PowerSGD).
+"""Define communication hooks that send a bucket uncompressed, in 16 bits, or as two low-rank matrices (PowerSGD).
 
-A hook starts the all-reduce of a bucket, which contains this rank's gradients divided by the world size, and returns a
-`Pending` to wait for. After the wait, the bucket contains the mean over ranks, or an approximation if the hook
-compresses the gradients.
+A bucket contains this rank's gradients, divided by the world size. A hook starts the bucket's all-reduce and returns a
+`Pending` object. After `Pending.wait`, the bucket contains the mean over ranks. If the hook compresses gradients, the
+bucket contains an approximation of the mean.
 """
 
 import zlib
@@ -18,7 +18,7 @@ from ddp_tutorial.ddp.link import Link
 
 
 class Pending(Protocol):
-    """A pending all-reduce."""
+    """Interface of an all-reduce in progress."""
 
     def wait(self) -> object:
         """Wait until the all-reduce is complete. If the all-reduce failed, raise its error."""
@@ -26,7 +26,7 @@ class Pending(Protocol):
 
 
 class Hook(Protocol):
-    """An algorithm that averages a bucket over the ranks."""
+    """Interface of the communication hooks, which average a bucket over the ranks."""
 
     link: Link
 
@@ -50,9 +50,9 @@ class AllReduceHook:
 class CastHook:
     """A hook that sends gradients in a 16-bit `dtype`, which halves the number of bytes compared with float32.
 
-    A complex number is sent as two real numbers. bfloat16 has the range of float32 and 8 bits of precision. float16 has
-    11 bits of precision, but numbers below 6e-8 become zero, and numbers above 65,504 become infinite. The sum is also
-    computed in `dtype`, so its error grows with the number of ranks.
+    A complex number is sent as two real numbers. bfloat16 covers the range of float32 with 8 bits of precision. float16
+    provides 11 bits of precision, but numbers below 6e-8 become zero, and numbers above 65,504 become infinite. The sum
+    is also computed in `dtype`, so the rounding error grows with the number of ranks.
     """
 
     def __init__(self, link: Link, dtype: torch.dtype) -> None:
@@ -60,7 +60,7 @@ class CastHook:
         self.link, self.dtype = link, dtype
 
     def start(self, bucket: Bucket) -> Future[torch.Tensor]:
-        """Start summing the bucket over all ranks. The sum is cast back once it is complete."""
+        """Start summing the bucket over all ranks. The completed sum is cast back to the gradients' dtype."""
         numbers = torch.view_as_real(bucket.buffer) if bucket.buffer.is_complex() else bucket.buffer
         summed = self.link.all_reduce(numbers.to(self.dtype), bucket.name)
 
@@ -72,20 +72,20 @@ class CastHook:
 
 
 class PowerSGD:
-    """A hook that sends a gradient matrix M [n, m] as P = M Q [n, rank] and Q = M' P [m, rank].
+    """A hook that approximates a gradient matrix M [n, m] by the factors P = M Q [n, rank] and Q = M' P [m, rank].
 
     This is one step of power iteration. The residual M - P Q' stays on this rank and is added to the next gradient
-    (error feedback), so it is delayed instead of lost. Q is also kept, as the starting point of the next step's
-    iteration. Vectors, complex gradients, and matrices for which P and Q would not be smaller are sent uncompressed.
+    (error feedback), so the residual is delayed instead of lost. The next step's iteration starts from this Q. Vectors
+    and complex gradients are sent uncompressed, and so are matrices that are not larger than P and Q together.
 
     Vogels, Karimireddy & Jaggi, "PowerSGD: Practical low-rank gradient compression for distributed optimization", 2019.
     """
 
     def __init__(self, link: Link, world_size: int, rank: int = 2, seed: int = 0) -> None:
-        """Create a hook with zero accumulated errors. Raise `ValueError` if `rank` is less than 1.
+        """Create a hook whose residuals are zero. Raise `ValueError` if `rank` is less than 1.
 
         Args:
-            link: The link to send over.
+            link: The link that carries the all-reduces.
             world_size: The number of ranks.
             rank: The rank of the approximation.
             seed: The seed for the initial Q.
@@ -102,11 +102,11 @@ class PowerSGD:
         return _Factors(self, bucket)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state that is kept between steps, which consists of this rank's errors and Q."""
+        """Return this rank's residuals and Q, which are kept between steps."""
         return {"rank": self.rank, "errors": dict(self.errors), "qs": dict(self.qs)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore a state. If its `rank` is different, the errors are restored, but the iteration starts over."""
+        """Restore a state. If its `rank` differs, only the residuals are restored, and the iteration starts over."""
         self.errors = dict(state["errors"])
         self.qs = dict(state["qs"]) if state["rank"] == self.rank else {}
 
@@ -124,8 +124,8 @@ class PowerSGD:
 class _Factors:
     """The factors of one bucket. The constructor starts the all-reduce of P, and `wait` runs the all-reduce of Q.
 
-    `wait` is called in the order of the buckets. Callbacks of P's futures could run in a different order on each rank,
-    so the ranks would start the all-reduces of Q in different orders.
+    All ranks call `wait` in bucket order, so they start the all-reduces of Q in the same order. Callbacks of P's
+    futures would not guarantee this order.
     """
 
     @torch.no_grad()

@@ -1,4 +1,4 @@
-"""Links that carry gradients between ranks, either the machine's own link or a simulated link.
+"""Send gradients between ranks over the machine's own link or a simulated link.
 
 `fit_link` estimates a link's latency and bandwidth from measurements. `SimulatedLink` delays all-reduces so that they
 take as long as on a link with a given latency and bandwidth. Use it to study slow networks on one machine.
@@ -26,7 +26,7 @@ from ddp_tutorial.world import World, require_group
 def fit_link(rounds: Sequence[float], nbytes: Sequence[float], seconds: Sequence[float]) -> LinkModel:
     """Return the latency and bandwidth that best fit the measurements.
 
-    The fit minimizes the squared relative error, so that small messages count as much as large ones.
+    The fit minimizes the squared relative error, so small messages have the same weight as large messages.
 
     Args:
         rounds: The number of consecutive messages in each measurement.
@@ -34,8 +34,8 @@ def fit_link(rounds: Sequence[float], nbytes: Sequence[float], seconds: Sequence
         seconds: The duration of each measurement.
 
     Raises:
-        ValueError: If the measurements do not determine both values, for example because all messages have the same
-            size.
+        ValueError: If the measurements do not determine both the latency and the bandwidth, for example because all
+            messages have the same size.
     """
     measured = np.asarray(seconds, dtype=float)
     if not np.all(measured > 0):
@@ -68,7 +68,7 @@ class Transfer(NamedTuple):
 
 
 class Link(Protocol):
-    """A link that carries all-reduces in the order in which they are started.
+    """Interface of the links, which run all-reduces in the order in which they are started.
 
     Every rank must start the same all-reduces. `observer` is called after each all-reduce.
     """
@@ -83,8 +83,8 @@ class Link(Protocol):
 class DirectLink:
     """The machine's own link, which runs `torch.distributed`'s all-reduce through NCCL or gloo.
 
-    NCCL's future completes when the work is enqueued, so a thread waits until the work has finished and then calls the
-    observer.
+    NCCL's future completes as soon as the work is enqueued. A separate thread therefore waits until the work has
+    finished, and calls the observer.
     """
 
     def __init__(self, world: World) -> None:
@@ -126,16 +126,16 @@ class DirectLink:
 
 
 class SimulatedLink:
-    """A link that is slowed down to the latency and bandwidth of `model`.
+    """A link that simulates the latency and bandwidth of `model`.
 
-    Each all-reduce over N ranks takes as long as a ring all-reduce, which is 2 (N - 1) latencies plus the time to send
-    2 (N - 1) / N of the bytes. The transfer starts when the last rank has joined the all-reduce and the previous
-    all-reduce has ended.
+    Each all-reduce over N ranks takes as long as a ring all-reduce on the modeled link. This time consists of 2 (N - 1)
+    latencies and the time to send 2 (N - 1) / N of the bytes. The transfer starts when the last rank has joined the
+    all-reduce and the previous all-reduce has ended.
 
     A thread computes the sum with a real all-reduce and then sleeps until the simulated transfer time has elapsed.
-    Meanwhile, the rank continues computing, as with a network card. All simulated links of a rank share this thread and
-    take turns. A simulated link cannot be faster than the machine's own link, so `overruns` counts the all-reduces
-    that took longer than the model predicts.
+    Meanwhile, the rank continues computing, as it would while a network card transfers the data. All simulated links of
+    a rank share this thread, which runs one all-reduce at a time. A simulated link cannot be faster than the machine's
+    own link, so `overruns` counts the all-reduces that took longer than the model predicts.
     """
 
     def __init__(self, world: World, model: LinkModel) -> None:
@@ -200,7 +200,7 @@ _threads: WeakKeyDictionary[dist.ProcessGroup, dict[str, SimpleQueue[Call | None
 
 
 def _calls_of(name: str) -> SimpleQueue[Call | None]:
-    """Return the call queue of the thread `name`, which runs until the default group is destroyed."""
+    """Return the call queue of thread `name`. The thread runs until the default process group is destroyed."""
     default = dist.group.WORLD
     assert default is not None
     threads = _threads.setdefault(default, {})

@@ -1,4 +1,4 @@
-"""The alpha-beta model of a link. This module does not import torch.
+"""Define the alpha-beta model of a link. This module does not import torch.
 
 A message of n bytes takes alpha + n / beta seconds, where alpha is the latency and beta the bandwidth (Hockney, 1994).
 """
@@ -26,20 +26,23 @@ class LinkModel:
         return f"{self.latency * 1e3:g} ms, {self.bandwidth / 1e6:g} MB/s"
 
     def seconds(self, nbytes: float, rounds: float = 1) -> float:
-        """Return the time of `rounds` consecutive messages with `nbytes` bytes in total."""
+        """Return the time in seconds for `rounds` consecutive messages that contain `nbytes` bytes in total."""
         return rounds * self.latency + nbytes / self.bandwidth
 
     def ring_seconds(self, nbytes: float, size: int) -> float:
-        """Return the time of a ring all-reduce over N = `size` ranks, with 2 (N - 1) rounds of `nbytes` / N each."""
+        """Return the time of a ring all-reduce over N = `size` ranks, in 2 (N - 1) rounds of `nbytes` / N bytes."""
         rounds = 2 * (size - 1)
         return self.seconds(rounds * nbytes / size, rounds)
 
     def tree_seconds(self, nbytes: float, size: int) -> float:
-        """Return the time of a tree all-reduce over N = `size` ranks, with 2 ceil(log2 N) rounds of `nbytes` each."""
+        """Return the time of a tree all-reduce over N = `size` ranks, in 2 ceil(log2 N) rounds of `nbytes` bytes."""
         rounds = 2 * math.ceil(math.log2(size))
         return self.seconds(rounds * nbytes, rounds)
 
 
 def bytes_all_reduced(nbytes: int, size: int) -> int:
-    """Return the bytes that each of N = `size` ranks sends in a ring all-reduce, 2 (N - 1) chunks of `nbytes` / N."""
+    """Return the number of bytes that each rank sends in a ring all-reduce over N = `size` ranks.
+
+    A rank sends 2 (N - 1) chunks of `nbytes` / N bytes.
+    """
     return 2 * nbytes * (size - 1) // size

@@ -2,8 +2,8 @@
 
 Between processes on one machine, gloo's ring sends all bytes through sockets, in several consecutive messages. Here,
 each rank copies a bucket into memory that both ranks have mapped, and signals an eventfd. At the end of the backward
-pass, each rank sums both buckets. This takes one copy and one wait. The result is bitwise identical to the result of
-the ring, because a + b equals b + a.
+pass, each rank sums both buckets. This takes one copy and one wait. The result is bitwise identical to the ring's
+result, because a + b equals b + a.
 
 A rank that has waited longer than `FALLBACK_SECONDS` falls back to gloo's all-reduce, which provides torch's timeout,
 errors and flight recorder. The other rank detects the fallback when it reaches the same bucket, and also uses gloo. If
@@ -56,12 +56,12 @@ class _Sum(NamedTuple):
 
 
 class SharedMemory:
-    """A `Link` between two ranks that sums the buckets of PyTorch's DDP. Its hook is `add_in_memory`.
+    """A `Link` that sums the buckets of PyTorch's DDP over two ranks. Its communication hook is `add_in_memory`.
 
         link = SharedMemory.connect(world, ddp.parameters())
         ddp.register_comm_hook(link, add_in_memory)
 
-    Each rank requires as much additional memory as its gradients. The memory is unnamed, so the system frees it when
+    On each rank, the shared memory is as large as the gradients. The memory is unnamed, so the system frees it when
     both processes have exited. Both ranks number the buckets in the same way, from 1.
     """
 
@@ -97,8 +97,8 @@ class SharedMemory:
         """Create shared memory for the gradients of `parameters`. Collective.
 
         Returns:
-            The link, or None on all ranks. A link requires two ranks on the CPU of one host, and a system that supports
-            unnamed memory (Linux's memfd).
+            The link, or None on all ranks if it is not supported. A link requires two ranks on the CPU of one host, and
+            a system that supports unnamed memory (Linux's memfd).
         """
         if world.size != 2 or world.local_size != 2 or world.device.type != "cpu":
             return None
@@ -112,10 +112,10 @@ class SharedMemory:
         return cls(world, mine, theirs)
 
     def begin(self) -> None:
-        """Start a backward pass, when its first bucket is ready.
+        """Prepare for a backward pass whose first bucket is ready.
 
-        After both ranks have summed the previous backward pass's buckets, the new buckets overwrite them. Pending sums
-        of a backward pass that raised an error are dropped.
+        The new buckets overwrite the previous backward pass's buckets after both ranks have summed them. If the
+        previous backward pass raised an error, its pending sums are discarded.
         """
         self._before, self._end = self._number, _ALIGNED
         self._started, self._is_queued = [], False
@@ -123,7 +123,7 @@ class SharedMemory:
     def all_reduce(self, tensor: torch.Tensor, name: str = "all-reduce") -> Future[torch.Tensor]:
         """Start summing `tensor` over both ranks, in place. The sum is complete at the end of the backward pass.
 
-        Call this method only during a backward pass. A sparse tensor raises `ValueError`.
+        Call this method only during a backward pass. It raises `ValueError` for a sparse tensor.
         """
         check_dense(name, tensor)
         self._number += 1
@@ -186,7 +186,7 @@ class SharedMemory:
 
         Returns:
             True if the counter has reached `value`, and False after `FALLBACK_SECONDS`. If the result is False, this
-            rank has recorded that it falls back to gloo for bucket `number`. The check and the record are made under
+            rank has recorded that it falls back to gloo for bucket `number`. Both the check and the record happen under
             the lock. Therefore, the other rank has already written this bucket, or will detect the fallback before it
             writes the bucket.
         """
@@ -210,16 +210,14 @@ class SharedMemory:
         The system releases the lock of a process that has exited.
 
         Raises:
-            TimeoutError: If the other rank holds the lock for longer than the collective timeout, because its process
-                was stopped.
+            TimeoutError: If the other rank's process was stopped and holds the lock for longer than the collective
+                timeout.
         """
         deadline = time.monotonic() + self.world.timeout.total_seconds()
         try:
             while not _try_to_lock(self._lock):
                 if time.monotonic() > deadline:
-                    raise TimeoutError(
-                        f"rank {1 - self.world.rank} was stopped while it held the shared-memory lock"
-                    )
+                    raise TimeoutError(f"rank {1 - self.world.rank} was stopped while it held the shared-memory lock")
                 time.sleep(0)
             yield
         finally:
@@ -227,7 +225,7 @@ class SharedMemory:
 
 
 def add_in_memory(link: SharedMemory, bucket: dist.GradBucket) -> Future[torch.Tensor]:
-    """Start averaging a bucket.
+    """Start averaging a bucket over both ranks.
 
     PyTorch's DDP calls this hook for full buckets, in the same order on both ranks.
     """
@@ -243,7 +241,7 @@ def _aligned(nbytes: int) -> int:
 def _try_to_lock(file: int) -> bool:
     """Try to lock the file for this process, and return whether the lock was acquired.
 
-    `flock`, which `files` uses, would not work, because it locks an open file, and both ranks share the open file.
+    `flock`, which `files` uses, would not exclude the other rank, because both ranks share the same open file.
     """
     try:
         fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -255,7 +253,7 @@ def _try_to_lock(file: int) -> bool:
 def _memfd_and_eventfd(nbytes: int) -> list[int]:
     """Return the file descriptors of a memfd and an eventfd.
 
-    The list is empty if the system or this Python version does not support them.
+    The list is empty if the system or this Python version does not support these descriptors.
     """
     files: list[int] = []
     try:
@@ -272,8 +270,8 @@ def _memfd_and_eventfd(nbytes: int) -> list[int]:
 def _exchange_files(world: World, mine: Sequence[int]) -> list[int]:
     """Return the other rank's file descriptors, opened in this process. Collective.
 
-    The list is empty if a rank has no files or cannot send them. Each rank receives them on a socket in a folder that
-    only its user can access, so other users of the machine cannot send their own files.
+    The list is empty if a rank has no files or cannot send its files. Each rank receives the files on a socket in a
+    folder that only its user can access. Other users of the machine therefore cannot send files.
     """
     with TemporaryDirectory() as folder, socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as mailbox:
         path = f"{folder}/mailbox"
@@ -302,7 +300,7 @@ def _send(path: str, files: Sequence[int]) -> None:
 def _seals() -> int:
     """Return the seals that fix a file's size.
 
-    Without them, an access beyond the end of a truncated file would kill the process.
+    Without these seals, an access beyond the end of a truncated file would kill the process.
     """
     return fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 

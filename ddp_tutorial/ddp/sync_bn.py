@@ -1,10 +1,10 @@
-"""Batch normalization over the global batch, with two all-reduces per forward pass and two per backward pass.
+"""Normalize over the global batch, with two all-reduces in each forward pass and in each backward pass.
 
 A BatchNorm layer subtracts the mean of the batch and divides by its standard deviation. Under data parallelism, each
-rank sees only its share of the batch, so the output for a sample depends on the other samples of the same rank. Four
-ranks with two samples each compute a different result than one process with eight samples. `SyncBatchNorm` sums over
-all ranks in the forward pass, and also in the backward pass, because every output depends on every input. torch's
-`SyncBatchNorm` does the same, but only on GPUs.
+rank processes only its share of the batch. The output for a sample then depends only on samples of the same rank. The
+results of four ranks with two samples each therefore differ from those of one process with eight samples.
+`SyncBatchNorm` sums over all ranks in the forward pass, and also in the backward pass, because every output depends on
+every input. PyTorch's `SyncBatchNorm` does the same, but supports only GPUs.
 """
 
 from typing import Any
@@ -25,7 +25,10 @@ BatchNorm = nn.BatchNorm1d | nn.BatchNorm2d | nn.BatchNorm3d | nn.SyncBatchNorm
 
 
 class _AllReduce(torch.autograd.Function):
-    """A sum over ranks. Every rank's output depends on every rank's input, so the gradient is also a sum over ranks."""
+    """A differentiable sum over ranks.
+
+    Every rank's output depends on every rank's input, so the gradient is also a sum over ranks.
+    """
 
     @staticmethod
     def forward(ctx: Any, tensor: torch.Tensor, group: dist.ProcessGroup | None) -> torch.Tensor:
@@ -45,14 +48,14 @@ def _summed(tensor: torch.Tensor, group: dist.ProcessGroup | None) -> torch.Tens
 
 
 class SyncBatchNorm(nn.BatchNorm1d):
-    """A layer that normalizes each channel of [samples, channels, ...] over the samples of all ranks.
+    """A layer that normalizes each channel of an input [samples, channels, ...] over the samples of all ranks.
 
     The results match those of torch's layer with the same name.
 
     In training, the forward and backward passes are collective. A rank may have fewer samples than other ranks, or no
     samples. In evaluation, the layer is a plain BatchNorm and does not communicate.
 
-    The layer does not hold a process group, so it can be copied, saved and loaded.
+    The layer does not store a process group, so it can be copied, saved and loaded.
 
     Raises:
         ValueError: On all ranks, if there are fewer than two values per channel across all ranks.
@@ -101,7 +104,7 @@ class SyncBatchNorm(nn.BatchNorm1d):
         return normal.to(x.dtype)
 
     def _update_running(self, mean: torch.Tensor, variance: torch.Tensor) -> None:
-        """Update the running statistics like BatchNorm. With momentum=None, average over all batches so far."""
+        """Update the running statistics as BatchNorm does. With `momentum=None`, they average all batches so far."""
         if not self.track_running_stats or self.running_mean is None or self.running_var is None:
             return
         assert self.num_batches_tracked is not None

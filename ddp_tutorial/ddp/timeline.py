@@ -1,4 +1,4 @@
-"""Record when each rank computes and when its link carries gradients, and measure how much the two overlap.
+"""Record when each rank computes and communicates, and measure the overlap.
 
     def steps(world):
         ...
@@ -49,10 +49,10 @@ class Span(NamedTuple):
 
 
 class Overlap(NamedTuple):
-    """The overlap of communication and the backward pass, in seconds.
+    """Overlap between communication and the backward pass, in seconds.
 
-    `hidden` is the communication during the backward pass. `hideable` is its upper bound, which is the duration of the
-    communication or of the backward pass, whichever is shorter.
+    `hidden` is the communication time within the backward pass. Its upper bound, `hideable`, is the shorter of the
+    total communication time and the time of the backward pass.
     """
 
     communication: float
@@ -77,7 +77,7 @@ class Timeline:
         return sorted((span for span in self.ranks[rank] if span.name == name), key=lambda span: span.start)
 
     def overlap(self, rank: int) -> Overlap:
-        """Return the overlap of a rank's communication and backward pass."""
+        """Return the overlap between a rank's communication and backward pass."""
         return overlap(self.ranks[rank])
 
     def save_trace(self, path: Path) -> None:
@@ -116,7 +116,7 @@ class Timeline:
 
 
 class Recorder:
-    """Recorder of phases, as spans in the compute lane, and of a link's transfers, as spans in the link's lane."""
+    """Recorder that stores phases as spans in the compute lane, and transfers as spans in the link's lane."""
 
     def __init__(self, link: str = "") -> None:
         """Create an empty recorder. `link` describes the link."""
@@ -138,10 +138,11 @@ class Recorder:
         self._issued.append(transfer)
 
     def close(self) -> None:
-        """Split the backward pass of PyTorch's DDP, which returns only after the last all-reduce.
+        """Split the time of PyTorch's backward pass into computation and waiting time.
 
-        The time until the last bucket was issued remains in `backward`. The remaining time is spent waiting, and is
-        recorded as `finish`, the phase in which the other variants wait.
+        With PyTorch's DDP, the backward pass returns only after the last all-reduce. The time until the last bucket was
+        issued remains in `backward`. The rest is waiting time. It is recorded as `finish`, the phase in which the other
+        variants wait.
         """
         for place, span in enumerate(self.spans):
             within = [each for each in self._issued if span.start <= each.issued <= span.end]
@@ -172,10 +173,10 @@ def record(link: Link | None) -> Iterator[Recorder]:
 
 @contextmanager
 def record_torch() -> Iterator[Recorder]:
-    """Record the phases of this rank, and the all-reduces of PyTorch's DDP with PyTorch's profiler.
+    """Record this rank's phases, and use PyTorch's profiler to record the all-reduces of PyTorch's DDP.
 
-    The profiler uses a different clock. Both the recorder and the profiler record the phases, which determine the
-    clock offset.
+    The recorder and the profiler use different clocks. Both record the phases, so the phases determine the clock
+    offset.
     """
     recorder = Recorder(TORCHS_OWN)
     with ExitStack() as stack:
@@ -187,7 +188,7 @@ def record_torch() -> Iterator[Recorder]:
 
 
 def add_transfers_of_torch(recorder: Recorder, events: Sequence[Any]) -> None:
-    """Add the all-reduces among the `events` of PyTorch's profiler, which recorded the same phases as `recorder`."""
+    """Add the all-reduces in `events`, which PyTorch's profiler recorded during the same phases as `recorder`."""
     ahead = _ahead_of_profiler(recorder.spans, events)
     reduced = [event.time_range for event in events if event.name.endswith(":all_reduce")]
     for number, times in enumerate(sorted(reduced, key=lambda times: times.start)):
@@ -196,7 +197,7 @@ def add_transfers_of_torch(recorder: Recorder, events: Sequence[Any]) -> None:
 
 
 def _ahead_of_profiler(spans: Sequence[Span], events: Sequence[Any]) -> float:
-    """Return the seconds to add to the profiler's times.
+    """Return the clock offset in seconds, which must be added to the profiler's times.
 
     Observers are called shortly before the profiler records the start of a phase, and shortly after it records the end.
     Therefore, the clock offset is at least the largest offset measured at a phase's start, and at most the smallest
@@ -214,7 +215,7 @@ def _ahead_of_profiler(spans: Sequence[Span], events: Sequence[Any]) -> float:
 
 
 def gather(world: World, recorder: Recorder) -> Timeline:
-    """Return the spans of all ranks on rank 0's clock, the same on every rank. Collective."""
+    """Return the spans of all ranks on rank 0's clock. The result is the same on every rank. Collective."""
     behind = clock_offset(world)
     mine = [span._replace(start=span.start + behind, end=span.end + behind) for span in recorder.spans]
     return Timeline(all_gather(world, mine), recorder.link)
@@ -250,10 +251,10 @@ def _time(world: World, seconds: float = 0.0) -> torch.Tensor:
 
 
 def arrivals(module: nn.Module, backward: Callable[[], object]) -> dict[str, float]:
-    """Return the time in seconds from the start of `backward()` until each gradient is ready, by parameter name.
+    """Return, by parameter name, the time in seconds from the start of `backward()` until the gradient is ready.
 
-    The names are in chronological order. The all-reduce of a gradient could start at the gradient's time. Measure
-    without all-reduces, because they would delay the backward pass.
+    The names are in chronological order. A gradient's all-reduce could start at the returned time. `backward` must not
+    run all-reduces, because they would delay the backward pass.
     """
     seconds: dict[str, float] = {}
 
@@ -303,7 +304,7 @@ def predict_step(
 
 
 def overlap(spans: Sequence[Span]) -> Overlap:
-    """Return the overlap of the spans in the link's lane with the spans named backward."""
+    """Return the overlap between the spans in the link's lane and the spans named "backward"."""
     carried = _union([(span.start, span.end) for span in spans if span.lane == LINK])
     backward = _union([(span.start, span.end) for span in spans if span.name == "backward"])
     both = sum(max(0.0, min(a[1], b[1]) - max(a[0], b[0])) for a in carried for b in backward)

@@ -1,6 +1,6 @@
 """Four DDP implementations that average gradients over ranks.
 
-All of them have the same interface, which consists of `forward`, `no_sync` and `finish`:
+All implementations share an interface, which consists of `forward`, `no_sync` and `finish`:
 
     model = data_parallel(module, world, DDPConfig(variant="bucket"))
     with model.no_sync():                  # all micro-batches of a step except the last
@@ -46,13 +46,13 @@ from ddp_tutorial.world import World, require_group
 class DataParallel(ABC):
     """A model that is replicated on every rank and trained on each rank's share of the batch.
 
-    A wrapper is not an `nn.Module`. The model is `.module`; save the state dict of `.module`. The constructor is
-    collective: the ranks compare their models, and start with rank 0's weights and buffers. A wrapper averages the
-    gradients of the parameters that are trainable when the wrapper is created. Wrap the module again after you unfreeze
-    or replace parameters; the new wrapper replaces the older one.
+    A wrapper is not an `nn.Module`. To save the model, save the state dict of `.module`. The constructor is collective:
+    the ranks compare their models, and start with rank 0's weights and buffers. A wrapper averages the gradients of the
+    parameters that are trainable when the wrapper is created. Wrap the module again after you unfreeze or replace
+    parameters; the new wrapper replaces the previous wrapper.
 
     Raises:
-        RuntimeError: On every rank, if the ranks have different models or no parameter is trainable.
+        RuntimeError: On every rank, if the models differ between ranks, or if no parameter is trainable.
     """
 
     link: Link | None = None  # carries the gradients; None if PyTorch's C++ code sends them directly
@@ -67,9 +67,9 @@ class DataParallel(ABC):
 
         Args:
             module: The model, on this rank's device.
-            world: The ranks.
-            find_unused_parameters: Allow parameters without a gradient.
-            sync_buffers: Broadcast rank 0's buffers in each step.
+            world: The participating ranks.
+            find_unused_parameters: Whether to allow parameters without a gradient.
+            sync_buffers: Whether to broadcast rank 0's buffers in each step.
         """
         sync_initial_state(module, world)
         self.module, self.world = module, world
@@ -92,7 +92,7 @@ class DataParallel(ABC):
 
     @cached_property
     def loss_model(self) -> nn.Module:
-        """The model for a loss function. It has the module's class and attributes, but calling it runs this wrapper."""
+        """The model to pass to a loss function. It has the module's class and attributes, but calls this wrapper."""
         wrapper = ref(self)
 
         def call(*inputs: Any, **named: Any) -> Any:
@@ -112,7 +112,7 @@ class DataParallel(ABC):
         return (self.module if self.compiled is None else self.compiled)(*inputs, **named)
 
     def compile(self, config: CompileConfig) -> None:
-        """Compile the forward passes through this wrapper, and their backward passes, with `torch.compile`.
+        """Compile this wrapper's forward and backward passes with `torch.compile`.
 
         `module` itself does not change. Direct calls to `module` are not compiled, and the names in its state dict stay
         the same.
@@ -121,7 +121,7 @@ class DataParallel(ABC):
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Accumulate this rank's gradients without communication, in forward and backward passes inside the block."""
+        """Accumulate this rank's gradients inside the block, without communication."""
         yield
 
     @property
@@ -154,12 +154,15 @@ class DataParallel(ABC):
         require_frozen(self._frozen, "Wrap the model again")
 
     def detach(self) -> None:
-        """Stop averaging gradients, because a newer wrapper averages them. Using this wrapper now raises an error."""
+        """Stop averaging gradients, because a newer wrapper averages them.
+
+        Later use of this wrapper raises an error.
+        """
         self._is_replaced = True
 
 
 def with_call(module: nn.Module, call: Callable[..., Any]) -> nn.Module:
-    """Return an object with the class and all attributes of `module` that runs `call` when it is called."""
+    """Return an object that has the class and attributes of `module`, but runs `call` when it is called."""
     kind = type(module)
     own = {"__call__": lambda _, *inputs, **named: call(*inputs, **named), "__module__": kind.__module__}
     view: nn.Module = object.__new__(type(kind.__name__, (kind,), own))
@@ -185,8 +188,8 @@ _wrappers: WeakSet[DataParallel] = (
 def _replace_older(wrapper: DataParallel) -> None:
     """Detach older wrappers that share parameters with `wrapper`.
 
-    An older wrapper is detached only if it or `wrapper` acts in the backward pass. Otherwise, gradients are not
-    averaged twice.
+    Detaching is necessary only if one of the wrappers averages gradients during the backward pass, because they would
+    be averaged twice.
     """
     parameters = {parameter for _, parameter in wrapper.trainable}
     for older in list(_wrappers):
@@ -203,7 +206,7 @@ class NaiveDDP(DataParallel):
     link: Link
 
     def __init__(self, module: nn.Module, world: World, link: Link, **options: bool) -> None:
-        """Wrap `module`. The `options` are those of `DataParallel`."""
+        """Wrap `module`. The `options` are passed to `DataParallel`."""
         super().__init__(module, world, **options)
         self.link = link
 
@@ -224,13 +227,13 @@ class NaiveDDP(DataParallel):
 class FlatDDP(DataParallel):
     """An implementation that copies all gradients into one flat buffer.
 
-    It runs one all-reduce after the backward pass, so the latency is paid only once.
+    One all-reduce after the backward pass averages the buffer, so the link's latency is incurred only once.
     """
 
     link: Link
 
     def __init__(self, module: nn.Module, world: World, link: Link, **options: bool) -> None:
-        """Wrap `module`. The `options` are those of `DataParallel`."""
+        """Wrap `module`. The `options` are passed to `DataParallel`."""
         super().__init__(module, world, **options)
         self.link = link
         self.buckets = make_buckets(self.trainable)  # one for each dtype and device
@@ -247,13 +250,13 @@ class FlatDDP(DataParallel):
 
 
 class BucketDDP(DataParallel):
-    """An implementation with buckets, whose all-reduces overlap with the backward pass.
+    """An implementation that overlaps the all-reduces of buckets with the backward pass.
 
     The all-reduce of a bucket starts as soon as the bucket is full, while the backward pass continues with earlier
     layers. The backward pass reaches the last layers first, so the first bucket contains the parameters that were
     registered last. After the first step, the buckets are rebuilt in the order in which gradients arrived. All ranks
-    start the buckets in the same order, regardless of the order of their gradients, because all-reduces are matched by
-    order, not by name.
+    start the all-reduces in the same order, regardless of the order in which gradients arrive, because all-reduces are
+    matched by order, not by name.
     """
 
     link: Link
@@ -266,10 +269,10 @@ class BucketDDP(DataParallel):
 
         Args:
             module: The model, on this rank's device.
-            world: The ranks.
+            world: The participating ranks.
             hook: The hook that reduces a bucket.
-            bucket_cap_mb: Bucket size in MiB; by default, 1 for the first bucket and 25 for the others.
-            options: The options of `DataParallel`.
+            bucket_cap_mb: Bucket size in MiB. The default is 1 for the first bucket and 25 for all other buckets.
+            options: Options that are passed to `DataParallel`.
         """
         super().__init__(module, world, **options)
         self.hook, self.link = hook, hook.link
@@ -292,14 +295,14 @@ class BucketDDP(DataParallel):
             hook.remove()
 
     def _build(self, order: Sequence[int]) -> None:
-        """Assign the parameters to buckets, in the order of these indices."""
+        """Assign the parameters to buckets, in the given order of parameter indices."""
         self.buckets = make_buckets([self.trainable[index] for index in order], self.cap, self.first_cap)
         slots = {name: (b, s) for b, bucket in enumerate(self.buckets) for s, name in enumerate(bucket.names)}
         self._slot = [slots[name] for name, _ in self.trainable]
         self._expect()
 
     def _expect(self) -> None:
-        """Reset the state for a new step, in which no gradient has arrived and no all-reduce has started."""
+        """Reset the state for a new step, before any gradient arrives or any all-reduce starts."""
         self._missing = [len(bucket.parameters) for bucket in self.buckets]
         self._arrived: dict[int, None] = {}  # a set that keeps its order
         self._pending: list[Pending] = []
@@ -339,7 +342,7 @@ class BucketDDP(DataParallel):
         self._fill_slot(index)
 
     def _fill_slot(self, index: int) -> None:
-        """Copy a gradient to its bucket, then start the all-reduce of each complete bucket that is next in order."""
+        """Copy a gradient into its bucket, and start the all-reduces of the complete buckets that are next in order."""
         bucket, slot = self._slot[index]
         self.buckets[bucket].collect(slot, self.world.size)
         self._missing[bucket] -= 1
@@ -379,7 +382,7 @@ class BucketDDP(DataParallel):
 
 
 def _arrive_at(arrive: WeakMethod[Callable[[int], None]], index: int, *_: object) -> None:
-    """Call `arrive` unless its `BucketDDP` has been garbage-collected.
+    """Call `arrive` unless the `BucketDDP` that owns the method has been garbage-collected.
 
     An autograd graph can keep the hook alive longer than the `BucketDDP`.
     """
@@ -388,7 +391,7 @@ def _arrive_at(arrive: WeakMethod[Callable[[int], None]], index: int, *_: object
 
 
 class TorchDDP(DataParallel):
-    """PyTorch's `DistributedDataParallel`. Its backward pass waits for the all-reduces.
+    """A wrapper around PyTorch's `DistributedDataParallel`, whose backward pass waits for the all-reduces.
 
     Two guarantees of `finish` differ from those of the other wrappers. Buffers are broadcast before the next forward
     pass instead of in `finish`. For unused parameters, `finish` raises an error only on the ranks that did not use
@@ -433,10 +436,10 @@ class TorchDDP(DataParallel):
         return self.ddp(*inputs, **named) if self.ddp else super().forward(*inputs, **named)
 
     def compile(self, config: CompileConfig) -> None:
-        """Compile the module inside torch's DDP, which splits the graph at its buckets.
+        """Compile the module inside torch's DDP, which splits the graph at the bucket boundaries.
 
-        `torch.compile(ddp)` produces the same graphs. However, it also traces `DistributedDataParallel.forward`, which
-        breaks the graph and rules out `fullgraph` (torch 2.13).
+        `torch.compile(ddp)` produces the same graphs. However, it also traces `DistributedDataParallel.forward`. With
+        torch 2.13, this causes a graph break and rules out `fullgraph`.
         """
         super().compile(config)
         if self.ddp is not None:
@@ -452,7 +455,7 @@ class TorchDDP(DataParallel):
                 yield
 
     def finish(self) -> None:
-        """Check that all parameters have a gradient. The backward pass has already averaged the gradients."""
+        """Check that all parameters have received a gradient. The backward pass has already averaged the gradients."""
         self.check()
         unused = [name for name, parameter in self.trainable if parameter.grad is None]
         if self.ddp is not None and unused and not self._allows_unused:
@@ -481,14 +484,14 @@ def data_parallel(
 
     Args:
         module: The model. It may already be compiled, by `torch.compile(module)` or `module.compile()`.
-        world: The ranks.
-        config: The implementation and its options.
+        world: The participating ranks.
+        config: The DDP implementation and its options.
         compilation: The options of `torch.compile`. By default, the wrapper does not compile the model.
 
     Raises:
         ConfigError: If `compilation` is given for a model that is already compiled, or if the buckets are too small for
             a compiled model.
-        RuntimeError: On every rank, if the ranks have different models or no parameter is trainable.
+        RuntimeError: On every rank, if the models differ between ranks, or if no parameter is trainable.
     """
     config = config or DDPConfig()
     if compilation or is_compiled(module):
@@ -511,7 +514,7 @@ def require_uncompiled(module: nn.Module) -> None:
 
 
 def _wrap(module: nn.Module, world: World, config: DDPConfig) -> DataParallel:
-    """Return the wrapper that `config` names. Collective."""
+    """Return the wrapper that `config` specifies. Collective."""
     link = make_link(config, world)
     options = {"find_unused_parameters": config.find_unused_parameters, "sync_buffers": config.sync_buffers}
     if config.variant == "naive":
@@ -532,7 +535,7 @@ def make_link(config: DDPConfig, world: World) -> Link:
 
 
 def make_hook(link: Link, world: World, config: DDPConfig) -> Hook:
-    """Return the hook that `config` names. A single rank sends nothing, so its hook does not compress."""
+    """Return the hook that `config` specifies. A single rank sends nothing, so its hook does not compress."""
     if config.hook == "none" or world.size == 1:
         return AllReduceHook(link)
     if config.hook == "powersgd":
@@ -573,9 +576,9 @@ def _layout(module: nn.Module) -> list[str]:
 
 @torch.no_grad()
 def all_reduce_used(model: DataParallel, link: Link) -> list[tuple[str, nn.Parameter]]:
-    """Return the trainable parameters that have a gradient on some rank. Collective.
+    """Return the trainable parameters that have a gradient on at least one rank. Collective.
 
-    The function runs a single all-reduce, with one number per parameter.
+    The function runs a single all-reduce of one number per parameter.
 
     Raises:
         RuntimeError: On all ranks, if a parameter has no gradient on some rank and `find_unused_parameters` is False.
@@ -600,7 +603,7 @@ def _unused_error(unused: Mapping[int, Sequence[str]]) -> RuntimeError:
 
 
 def assign_grads(buckets: Sequence[Bucket], used: Sequence[tuple[str, nn.Parameter]]) -> None:
-    """Set `.grad` of each used parameter to its view of the bucket, and `.grad` of all others to None."""
+    """Set `.grad` of each used parameter to its view of the bucket, and `.grad` of all other parameters to None."""
     names = {name for name, _ in used}
     for bucket in buckets:
         for name, parameter, view in zip(bucket.names, bucket.parameters, bucket.views, strict=True):

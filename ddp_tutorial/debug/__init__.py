@@ -1,7 +1,8 @@
 """Diagnose hangs, diverging replicas, crashes and slow ranks in a running program.
 
 - `recorder` reads the collectives that a rank has entered, and the lines that called them.
-- `hangs` monitors a run's ranks. If ranks wait for each other forever, `hangs` reports where, and terminates them.
+- `hangs` monitors a run's ranks. If ranks wait for each other forever, `hangs` reports where they wait, and terminates
+  them.
 - `fingerprints` compares collectives before they run.
 - `faults` injects faults, for example a crash or a delay.
 - `checks` runs detectors in any training loop, before each optimizer step.
@@ -13,11 +14,11 @@ The detectors are in the following modules:
 - `nonfinite` locates the first NaN or infinity.
 - `spikes` detects sudden jumps of the gradient and a diverging loss.
 - `unused` lists parameters without a gradient.
-- `overlap` detects samples and random numbers that ranks share.
+- `overlap` detects samples and random numbers that several ranks use.
 - `pace` detects stragglers and ranks that wait for data.
 - `memory` detects memory leaks.
 
-Hooks attach all of these tools to a program from outside. The rest of the package does not depend on this subpackage.
+All of these tools attach to a program through hooks. The rest of the package does not depend on this subpackage.
 """
 
 import lazy_loader

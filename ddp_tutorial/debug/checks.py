@@ -1,4 +1,4 @@
-"""Check a training program while it runs, on all ranks and in any loop with an optimizer.
+"""Check a running training program on all ranks, in any loop with an optimizer.
 
     with checking(world, model, optimizer) as checks:
         for batch in loader:
@@ -21,17 +21,17 @@ non-finite on all ranks, as is the case after averaging, all ranks raise the err
 non-finite on some ranks only, these ranks skip their updates until the statistics are exchanged.
 
 The checks use a separate process group. If a rank does not reach the all-gather, the other ranks wait for it in the
-next step, as they would in the backward pass. Use `watching` around the block to find out where each rank is. If a rank
-has left the block, the other ranks report this in the next step.
+next step, as they would in the backward pass. To find out where each rank waits, use `watching` around the block. If a
+rank has left the block, the other ranks report this in the next step.
 
 Expensive comparisons run only occasionally, or after an alarm. `NonFinite` and `ReplicaDrift` document which problems
 are reported later for this reason.
 
-Outside the block, no hook is attached and there is no overhead. Inside the block, the default detectors slowed a step
+Outside the block, no hook is attached, so there is no overhead. Inside the block, the default detectors slowed a step
 of 45 to 52 ms by 1.2 to 2.1 % in five runs (median 1.6 %), and increased the CPU time by 1.3 to 2.5 %. They slowed a
 step of 5 to 7 ms by 9 %. All figures are for two ranks on two cores; the longer step trains 0.8 million parameters. In
-a control comparison without any checks, the times differed by up to 0.8 %, and individual repeats by 2 to 3 %. `python
--m ddp_tutorial bench debug` measures the cost of each detector and of all detectors together.
+a control comparison without any checks, the times differed by up to 0.8 %, and the times of individual repeats by 2 to
+3 %. `python -m ddp_tutorial bench debug` measures the cost of each detector and of all detectors together.
 """
 
 import logging
@@ -89,7 +89,7 @@ class _Sent(NamedTuple):
 
 
 class Checks:
-    """The detectors of one block on one rank. `findings` contains their findings so far."""
+    """The detectors of one block on one rank. `findings` contains the findings so far."""
 
     def __init__(
         self,
@@ -134,7 +134,7 @@ class Checks:
 
     @contextmanager
     def attached(self) -> Iterator[None]:
-        """Attach the detectors inside the context. Collective to enter."""
+        """Attach the detectors inside the context. Entering the context is collective."""
         world = self.program.world
         require_group(world)
         with ExitStack() as stack:
@@ -176,8 +176,8 @@ class Checks:
     def detached(self) -> Iterator[None]:
         """Detach all hooks inside the context, so that steps are neither checked nor counted.
 
-        Either all ranks or no rank must enter the context. A benchmark uses this method to alternate steps with and
-        without checks.
+        Either all ranks or no rank must enter the context. A benchmark uses this method to alternate between steps with
+        checks and steps without checks.
         """
         self._listening.close()
         try:
@@ -198,7 +198,7 @@ class Checks:
             dist.destroy_process_group(group)
 
     def _before_update(self, *_: Any) -> None:
-        """Record this step's statistics, and exchange them with the other ranks when due.
+        """Record this step's statistics, and exchange them with the other ranks if an exchange is due.
 
         The next step evaluates the exchange. In the first steps, and if the gradient is non-finite on all ranks, the
         exchange is evaluated immediately.
@@ -256,7 +256,7 @@ class Checks:
             self._report(each.on_exchanged(last, numbers))
 
     def _raise_out_of_step(self, steps: Sequence[float]) -> None:
-        """Raise `CheckError` because the ranks update in different steps.
+        """Raise `CheckError` because the ranks are not in the same step.
 
         Args:
             steps: The step number of each rank's next update, or 0 for a rank without a row.
@@ -285,7 +285,7 @@ class Checks:
         self._sent = _Sent(rows, [each for each, _ in on_exchanged], sizes, *self.program.start_gather(all_of_it))
 
     def _received(self) -> tuple[list[list[list[float]]], list[tuple[Detector, torch.Tensor]]]:
-        """Wait for the exchange.
+        """Wait for the exchange, and return the values of all ranks.
 
         Returns:
             The rows of each rank, padded with rows of zeros to the same length, and the values [ranks, n] of each
@@ -310,7 +310,7 @@ class Checks:
             self._evaluate_rest()
 
     def _evaluate_rest(self) -> None:
-        """Exchange and evaluate the remaining steps, because no further step follows."""
+        """Exchange and evaluate the statistics of the remaining steps, because no further step follows."""
         if not (self._rows or self._sent):
             return
         self._ends += 1
@@ -329,8 +329,8 @@ class Checks:
     def _all_arrive(self, place: str, seconds: float) -> bool:
         """Return whether all ranks reach `place` within `seconds`.
 
-        A collective might wait forever instead. All ranks that reach `place` get the same answer. The other ranks do
-        not have to respond.
+        A collective might wait forever instead. All ranks that reach `place` receive the same result. The other ranks
+        do not need to respond.
         """
         size, store = self.program.world.size, self._store
         if store is None:
@@ -421,7 +421,7 @@ def checking(
     A compiled model runs without `torch.compile` inside the context, because hooks would split its graphs.
 
     Args:
-        world: The ranks.
+        world: The participating ranks.
         model: The model, with or without its data-parallel wrapper.
         optimizer: The optimizer of the loop.
         detectors: The detectors, the same on all ranks. None means `default_detectors()`.
@@ -430,7 +430,7 @@ def checking(
         every: The number of steps between two exchanges.
 
     Yields:
-        The `Checks`, whose attribute `findings` contains the findings so far.
+        The `Checks` object, whose `findings` attribute contains the findings so far.
 
     Raises:
         ValueError: If the ranks have different detectors, or if `every` is below 1.

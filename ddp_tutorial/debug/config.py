@@ -1,4 +1,4 @@
-"""The config of a run with injected faults.
+"""Define the config of a run with injected faults.
 
     # my.yaml
     extends: 2proc
@@ -6,8 +6,8 @@
       - kill rank=1 step=3 phase=backward
       - {action: delay, rank: 0, step: 5, seconds: 2}
 
-The training code does not know about faults. The caller that starts the ranks wraps the training in `inject_faults`
-(see `commands.training`).
+The training code does not depend on faults. The code that starts the ranks wraps the training in `inject_faults` (see
+`commands.training`).
 """
 
 from typing import Any, Literal

@@ -29,12 +29,12 @@ class Finding:
 
     Attributes:
         detector: The name of the detector.
-        step: The optimizer step with the problem, counted from 1.
+        step: The optimizer step in which the problem occurred, counted from 1.
         ranks: The ranks with the problem.
         message: A description of the problem.
-        severity: An "error" is raised as `CheckError`; a "warning" is logged.
-        where: The name of the tensor, parameter, module or phase with the problem.
-        seen: The step in which the ranks exchanged the observation if that step is later than `step`; otherwise 0.
+        severity: "error" for a finding that is raised as `CheckError`, or "warning" for a finding that is logged.
+        where: The name of the affected tensor, parameter, module or phase.
+        seen: The step in which the ranks exchanged the observation, if that step is later than `step`; otherwise 0.
     """
 
     detector: str
@@ -51,13 +51,13 @@ class Finding:
 
 
 def named(ranks: Sequence[int]) -> str:
-    """Return ranks as text: "rank 1", "ranks 0 and 2", "ranks 0, 1 and 2"."""
+    """Return ranks as text, such as "rank 1", "ranks 0 and 2" or "ranks 0, 1 and 2"."""
     *most, last = map(str, ranks)
     return f"ranks {', '.join(most)} and {last}" if most else f"rank {last}"
 
 
 class CheckError(FailedError):
-    """Raised when a check finds an error that invalidates the rest of the run, on all ranks in the same step."""
+    """Raised on all ranks, in the same step, when a check finds an error that invalidates the rest of the run."""
 
     def __init__(self, finding: Finding) -> None:
         """Store the finding and use it as the message."""
@@ -82,7 +82,7 @@ class Program:
         """Store the arguments.
 
         Args:
-            world: The ranks.
+            world: The participating ranks.
             model: The model, with or without its data-parallel wrapper.
             optimizer: The optimizer of the loop.
             after: The number of steps before the block, or a function that returns the number of steps so far.
@@ -118,7 +118,7 @@ class Program:
         return self._sizes
 
     def gradients(self) -> list[torch.Tensor]:
-        """Return the gradients that the optimizer will use. For a sparse gradient, return its values."""
+        """Return the gradients that the optimizer will use. A sparse gradient is represented by its values."""
         found = [p.grad for group in self.optimizer.param_groups for p in group["params"] if p.grad is not None]
         return [sparse_values(each) if each.is_sparse else each for each in found]
 
@@ -129,7 +129,7 @@ class Program:
 
     @property
     def step(self) -> int:
-        """Number of the current optimizer step, or of the next step if none is in progress."""
+        """Number of the current optimizer step, or of the next step if no step is in progress."""
         return (self._after() if callable(self._after) else self._after + self.taken) + 1
 
     def gather_numbers(self, numbers: torch.Tensor) -> torch.Tensor:
@@ -193,9 +193,9 @@ def _sum(sizes: Sequence[float | torch.Tensor]) -> float:
 
 
 class Detector:
-    """Base class for a check of one property of each optimizer step. Subclasses override the methods that they need.
+    """Base class of detectors, which check one property of each optimizer step.
 
-    A detector belongs to one `checking` block at a time.
+    Subclasses override the methods that they need. A detector belongs to one `checking` block at a time.
 
     Attributes:
         name: The name of the detector in its findings.
@@ -261,5 +261,5 @@ class Detector:
         return []
 
     def after_update(self, step: int) -> list[Finding]:
-        """Check the state after the optimizer update in step `step`, and return the findings. May be collective."""
+        """Check the state after the update in step `step`, and return the findings. The method may be collective."""
         return []

@@ -52,7 +52,7 @@ def inject_faults(world: World, *faults: Fault, model: nn.Module | None = None) 
     otherwise, it is logged at the end of the block.
 
     Args:
-        world: The ranks.
+        world: The participating ranks.
         *faults: The faults of all ranks.
         model: The model, which the actions "corrupt", "nan" and "oom" require.
 
@@ -72,7 +72,7 @@ def inject_faults(world: World, *faults: Fault, model: nn.Module | None = None) 
 
 
 class _FaultInjector:
-    """Observer of phase events that executes the fault's action when the fault is due."""
+    """Phase observer that executes a fault's action when the fault is due."""
 
     def __init__(self, fault: Fault, model: nn.Module | None, stack: ExitStack) -> None:
         """Store the arguments.
@@ -157,7 +157,7 @@ class _FaultInjector:
         workers[0].kill()
 
     def _take_all_memory(self) -> None:
-        """Allocate more memory than the address space of any machine, so that the allocator raises the error."""
+        """Allocate more memory than the address space of any machine, so that the allocation fails."""
         torch.empty(1 << 50, dtype=torch.uint8, device=next(self._parameters()).device)
 
     def _parameters(self) -> Iterator[nn.Parameter]:
@@ -204,7 +204,7 @@ class _CompletedWork:
     """Work handle of the skipped collective."""
 
     def wait(self) -> bool:
-        """Return True at once."""
+        """Return True immediately."""
         return True
 
 

@@ -44,15 +44,16 @@ _blocks = itertools.count()
 
 @contextmanager
 def fingerprinted(world: World) -> Iterator[None]:
-    """Compare each collective of this thread with the other ranks inside the context, before the collective starts.
+    """Inside the context, compare each of this thread's collectives with those of other ranks before it starts.
 
-    This includes the collectives that `DistributedDataParallel` starts in the backward pass. All ranks must enter the
-    context at the same place. Use the context for debugging only, because every PyTorch operation passes through
-    Python, and each collective accesses the store. A compiled model runs without `torch.compile` inside the context.
+    The comparison includes the collectives that `DistributedDataParallel` starts in the backward pass. All ranks must
+    enter the context at the same place. Use the context for debugging only, because every PyTorch operation passes
+    through Python, and each collective accesses the store. A compiled model runs without `torch.compile` inside the
+    context.
 
     Raises:
-        CollectiveError: On the last rank that enters a collective that does not match. The other ranks wait, and
-            `launch` terminates them.
+        CollectiveError: On the last rank that enters a mismatched collective. The other ranks wait, and `launch`
+            terminates them.
     """
     require_group(world)
     if world.size == 1:
@@ -64,13 +65,13 @@ def fingerprinted(world: World) -> Iterator[None]:
 
 
 class _Fingerprints(TorchDispatchMode):
-    """Dispatch mode that intercepts this thread's PyTorch operations. Collectives are operations in namespace c10d."""
+    """Dispatch mode that intercepts this thread's PyTorch operations. Collectives belong to the c10d namespace."""
 
     def __init__(self, world: World, block: int) -> None:
         """Connect to the store.
 
         Args:
-            world: The ranks.
+            world: The participating ranks.
             block: The number of the block, the same on all ranks.
         """
         super().__init__()
@@ -101,7 +102,7 @@ class _Fingerprints(TorchDispatchMode):
         return Call(group, before[-1].number + 1 if before else 1, op, sizes, dtypes, lines, done=False)
 
     def _compare(self, call: Call, ranks: Sequence[int]) -> None:
-        """Publish `call` and raise `CollectiveError` if another rank has published a different collective."""
+        """Publish `call`, and raise `CollectiveError` if another rank has published a different collective."""
         before = self._calls[call.group]
         mine = RankStatus((*before, call))
         key = f"{call.group} {call.number}"

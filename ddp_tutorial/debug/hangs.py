@@ -9,8 +9,8 @@
 
 A thread on each rank polls PyTorch's flight recorder. The thread sets an alarm in the shared store if its rank has
 waited in one collective for `seconds`, or if PyTorch has raised an error. Every rank then publishes the collectives
-that it has entered, the lines that called them, and its current line. All ranks reach the same verdict. This procedure
-uses no collectives, so it works while a rank's main thread is blocked in a collective.
+that it has entered, the lines that called them, and its current line. All ranks reach the same diagnosis. This
+procedure uses no collectives, so it works while a rank's main thread is blocked in a collective.
 """
 
 import itertools
@@ -55,7 +55,7 @@ Reason = Literal["wait", "error", "question"]  # why an alarm was set
 class CollectiveError(FailedError):
     """Raised when ranks wait for each other forever, or pass incompatible tensors to one collective.
 
-    The message contains the collective and the line at which each rank waits.
+    The message contains each rank's collective and the line at which the rank waits.
     """
 
 
@@ -68,7 +68,7 @@ class RankStatus:
         lines: The current line of the rank's main thread, in the format of `Call.lines`.
         is_busy: Whether the rank uses the CPU.
         members: Dict from the name of each of the rank's process groups to the group's ranks.
-        left: How the rank left the block, or "" if it has not left. An "idle" rank may return.
+        left: How the rank left the block, or "" if the rank has not left. An "idle" rank may return.
     """
 
     calls: tuple[Call, ...]
@@ -87,7 +87,7 @@ as_json = TypeAdapter(RankStatus)  # the format in the store
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """The verdict on the collectives of all ranks.
+    """Diagnosis of the collectives that all ranks have entered.
 
     The values of `kind` are:
 
@@ -100,7 +100,7 @@ class Diagnosis:
 
     Attributes:
         kind: The kind of problem.
-        verdict: The problem in one sentence.
+        verdict: A description of the problem in one sentence.
         table: A table of collectives by rank. A marker points to the first row in which the ranks differ.
         collective: The group and the number of the first collective in which the ranks differ.
     """
@@ -113,12 +113,13 @@ class Diagnosis:
     def explains(self, reason: Reason) -> bool:
         """Return whether the diagnosis is the cause of an alarm.
 
-        If PyTorch raises an error on one rank, the other ranks then wait for this rank. This wait is not the cause.
+        If PyTorch raises an error on one rank, the other ranks wait for this rank. Their wait is not the cause of the
+        alarm.
         """
         return self.kind in ({"order", "shape"} if reason == "error" else {"order", "shape", "absent"})
 
     def __str__(self) -> str:
-        """Return the verdict and the table."""
+        """Return the description of the problem and the table."""
         return f"{self.verdict}\n\n{self.table}" if self.table else self.verdict
 
 
@@ -131,15 +132,15 @@ def watching(world: World, seconds: float = 30.0) -> Iterator["Watch"]:
 
     If the collectives do not match, one rank exits with `CollectiveError`, which `launch` raises as a `RankError`.
     Without `launch`, the error is printed to stderr and the exit code is 1. If the ranks wait for a rank that computes,
-    a warning is logged. A rank that waits for something else, for example a disk, also counts as hanging. Choose
-    `seconds` longer than such waits.
+    a warning is logged. A rank that waits for something else, for example a disk, also counts as hanging. Set `seconds`
+    to more than the duration of such a wait.
 
     Args:
-        world: The ranks.
+        world: The participating ranks.
         seconds: The maximum time in seconds that a rank may wait in one collective.
 
     Yields:
-        The `Watch` of this rank.
+        This rank's `Watch` object.
 
     Raises:
         ValueError: If `seconds` is not positive.
@@ -181,7 +182,7 @@ class Watch(threading.Thread):
         """Store the arguments.
 
         Args:
-            world: The ranks.
+            world: The participating ranks.
             seconds: The maximum time in seconds that a rank may wait in one collective.
             number: The number of the block, the same on all ranks.
         """
@@ -206,7 +207,7 @@ class Watch(threading.Thread):
                     self._raise_alarm("wait")
 
     def inspect(self, reason: Reason = "question") -> Diagnosis:
-        """Return the current state of all ranks as a diagnosis.
+        """Return a diagnosis of the current state of all ranks.
 
         Any rank may call this method from its main thread, regardless of the state of the other ranks.
         """
@@ -268,7 +269,7 @@ class Watch(threading.Thread):
             LOG.warning("%s", found.verdict)
 
     def _published_status(self, alarm: int, rank: int) -> RankStatus | None:
-        """Return the state that another rank has published, now or when it left, or None after a timeout."""
+        """Return the state that another rank has published for this alarm or on exit. Return None after a timeout."""
         deadline = time.monotonic() + BUSY_SECONDS + ANSWER_SECONDS
         while time.monotonic() < deadline:
             for key in (f"{alarm} {rank}", f"left {rank}"):
@@ -284,7 +285,7 @@ def _standing() -> RankStatus:
 
 
 def uses_cpu() -> bool:
-    """Measure for `BUSY_SECONDS` whether this process uses the CPU."""
+    """Return whether this process uses the CPU, measured for `BUSY_SECONDS`."""
     before = time.process_time()
     time.sleep(BUSY_SECONDS)
     return time.process_time() - before > BUSY_SHARE * BUSY_SECONDS
@@ -297,7 +298,7 @@ def diagnose(statuses: Mapping[int, RankStatus | None]) -> Diagnosis:
     """Find the first collective in which the ranks differ.
 
     Args:
-        statuses: The state of each rank, or None for a rank that does not respond.
+        statuses: Dict from rank to the rank's state, or to None if the rank does not respond.
     """
     known = [each for each in statuses.values() if each is not None]
     for group in dict.fromkeys(call.group for each in known for call in each.calls):
@@ -340,7 +341,7 @@ def _differ(row: Mapping[int, Call | None], standings: Mapping[int, RankStatus |
 
 
 def _waits(calls: Mapping[int, Call], lost: bool = False) -> list[str]:
-    """Describe where the ranks wait, grouped by place.
+    """Describe where the ranks wait, grouped by location.
 
     Args:
         calls: The collective that each rank has entered.
@@ -407,8 +408,8 @@ def _table(standings: Mapping[int, RankStatus | None], group: str, number: int) 
 def _cell(call: Call | None, is_marked: bool) -> str:
     """Format one collective of one rank.
 
-    Only the marked row reports whether the rank waits, because PyTorch may mark a collective as completed late, or
-    never.
+    Only the marked row reports whether the rank waits, because PyTorch may be late to mark a collective as completed,
+    or may never mark it.
     """
     if call is None:
         return "-"

@@ -1,4 +1,4 @@
-"""Random weights for tensor hashes.
+"""Generate random weights for tensor hashes.
 
 A hash is the dot product of the weights and the tensor's bits, read as 64-bit integers.
 """

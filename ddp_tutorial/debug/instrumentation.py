@@ -1,4 +1,4 @@
-"""Record one rank's observations of an optimizer step, with hooks that are attached to its model from outside.
+"""Record one rank's observations of an optimizer step, with hooks that are attached to the model.
 
     with Instrumentation(model, {"forwards", "gradients"}) as instrumentation:
         loss(model(batch)).backward()
@@ -9,7 +9,7 @@
 On a GPU, a hook computes the norm of a tensor but does not read the norm, because reading would synchronize the CPU
 with the GPU. Computing the norms of all outputs would increase the step time by 10 %. The hooks therefore record only
 the inputs of each forward pass, and `in_full` recomputes the outputs on request. Evaluation and other code without
-gradients is not recorded.
+gradients are not recorded.
 """
 
 import math
@@ -41,7 +41,7 @@ Phase = Literal["forward", "loss", "backward"]
 
 
 class PhaseMark(NamedTuple):
-    """The norm of a tensor.
+    """A recorded norm of a tensor.
 
     Attributes:
         phase: The phase that produced the tensor.
@@ -111,10 +111,10 @@ class StepObservation:
     """A rank's observations since its last optimizer step, in chronological order.
 
     Attributes:
-        trace: The norms.
+        trace: The recorded norms.
         losses: The indices of the losses in the trace.
-        forwards: The forward passes.
-        seconds: The time of each phase in seconds. "data" is the wait for data. "backward" ends with this rank's last
+        forwards: The recorded forward passes.
+        seconds: Dict from phase to time in seconds. "data" is the wait for data. "backward" ends with this rank's last
             gradient, so it does not include waits for other ranks. "step" is the time between two optimizer steps.
     """
 
@@ -145,13 +145,13 @@ class StepObservation:
 
     @cached_property
     def loss(self) -> float:
-        """Mean loss over the micro-batches, or NaN without a loss."""
+        """Mean loss over the micro-batches, or NaN if no loss was recorded."""
         norms = self.norms
         return sum(norms[place] for place in self.losses) / len(self.losses) if self.losses else math.nan
 
     @cached_property
     def gradients(self) -> dict[str, float]:
-        """Norm of this rank's own gradient for each parameter with a gradient, over all micro-batches."""
+        """Dict from parameter name to the norm of this rank's local gradient, over all micro-batches."""
         norms: dict[str, float] = {}
         for (phase, name, _), norm in zip(self.trace, self.norms, strict=True):
             if phase == "backward":
@@ -237,7 +237,7 @@ class Instrumentation:
     def _gradient_hook(self, name: str, parameter: nn.Parameter) -> Any:
         """Register a hook on the autograd node that accumulates into `.grad`.
 
-        At this node, the hook receives this rank's own gradient, after the parameter's hooks and before any code that
+        At this node, the hook receives the local gradient. It runs after the parameter's hooks and before any code
         reads `.grad`.
         """
         node: Any = get_gradient_edge(parameter).node
@@ -333,7 +333,7 @@ class Instrumentation:
 
 
 class _GradientHook(NamedTuple):
-    """A hook and the autograd node that must exist as long as the hook."""
+    """A hook, together with the autograd node that must exist for as long as the hook."""
 
     hook: Any
     node: Any
@@ -372,7 +372,7 @@ def _set_random_state(device: torch.device, state: torch.Tensor) -> None:
 
 @contextmanager
 def _observe_losses(see: Callable[[torch.Tensor, float], object]) -> Iterator[None]:
-    """Call `see` inside the context with each loss on which `backward()` is called, and its loss scale.
+    """Call `see` with each loss on which `backward()` is called inside the context, and with the loss scale.
 
     `loss.backward()` looks up `torch.autograd.backward` on each call. If the backward pass starts at several tensors,
     the first tensor is the loss, unless a gradient is passed for it.

@@ -1,8 +1,8 @@
-"""Detect ranks that keep more memory after each step, and the tensors responsible.
+"""Detect ranks that keep more memory after each step, and identify the tensors responsible.
 
-A memory leak crashes a run after hours, but its slope is visible after a minute. Listing all live tensors takes about a
-tenth of a second. The detector therefore lists them only twice, after it has found a slope. The leaked tensors are
-those that have increased in number between the two lists.
+A memory leak crashes a run after hours, but the growth is visible after a minute. Listing all live tensors takes about
+a tenth of a second. The detector therefore lists them only twice, after it has found growth. The leaked tensors are of
+the kinds whose number has increased between the two lists.
 """
 
 import gc
@@ -31,12 +31,12 @@ _MOST_TOLD = 3
 
 
 class MemoryGrowth(Detector):
-    """Detector of ranks whose private memory grows by more than `mb_per_step`, in each quarter of `window` steps.
+    """Detector of ranks whose private memory grows by more than `mb_per_step` MB per step.
 
-    The detector considers the last `window` steps. On a GPU, it also checks PyTorch's allocated memory. A finding is
-    reported ten steps after the growth was detected. It lists the tensors that have increased in number during these
-    steps, by shape and type, as reported by Python's garbage collector (see `live_tensors`). Shared memory, such as a
-    memory-mapped file, is not counted.
+    The memory must grow in each quarter of the last `window` steps. On a GPU, PyTorch's allocated memory is also
+    checked. A finding is reported ten steps after the growth was detected. The finding lists, by shape and type, the
+    tensors whose number has increased during these steps, as reported by Python's garbage collector (see
+    `live_tensors`). Shared memory, such as a memory-mapped file, is not counted.
 
     Attributes:
         peak_mb: The peak memory of each rank so far.
@@ -98,7 +98,7 @@ class MemoryGrowth(Detector):
         return []
 
     def _compare_lists(self, step: int) -> list[Finding]:
-        """Compare the lists of live tensors, `_EVERY` steps after the slope was detected. Collective."""
+        """Compare the lists of live tensors, `_EVERY` steps after the growth was detected. Collective."""
         between = self.program.step - self._listed_at
         if between < _EVERY:
             return []
@@ -142,17 +142,17 @@ class Kind(NamedTuple):
 
 
 class LiveTensors(NamedTuple):
-    """The number and the total bytes of one kind of tensors. A shared storage counts only for its largest tensor."""
+    """The number of tensors of one kind, and their total bytes. A shared storage counts only for its largest tensor."""
 
     number: int = 0
     nbytes: int = 0
 
 
 def live_tensors() -> dict[Kind, LiveTensors]:
-    """Count this rank's tensors that Python objects hold, according to the garbage collector.
+    """Return the number and size of this rank's tensors that Python objects hold, by kind.
 
-    Tensors that only C++ holds, such as the activations of an autograd graph, are not included. The graph's output is
-    included.
+    The function queries Python's garbage collector. Tensors that only C++ holds, such as the activations of an autograd
+    graph, are not included. The graph's output is included.
     """
     numbers: Counter[Kind] = Counter()
     largest: dict[int, tuple[int, int, Kind]] = {}  # storage -> bytes of the largest tensor, bytes of the storage, kind
@@ -188,7 +188,7 @@ def describe_growth(before: Mapping[Kind, LiveTensors], now: Mapping[Kind, LiveT
 class ProcessMemory:
     """Callable that returns the number of bytes that only this process uses.
 
-    On Linux, /proc/self/statm stays open, because reading this file takes 1 microsecond, and psutil takes 70.
+    On Linux, /proc/self/statm stays open, because reading this file takes 1 microsecond, whereas psutil takes 70.
     """
 
     def __init__(self) -> None:
@@ -208,7 +208,7 @@ class ProcessMemory:
 
 
 def growth_per_step(used: Sequence[float]) -> float:
-    """Return the growth of `used` per value, or 0 if `used` has not grown in each quarter.
+    """Return the growth of `used` per step, or 0 if `used` has not grown in each quarter.
 
     The growth is the median of the slopes between all pairs of values (the Theil-Sen estimator), which is robust
     against single jumps. Without growth in each quarter, the memory has grown temporarily or only once, which is not a

@@ -28,9 +28,9 @@ class NonFinite(Detector):
     If the gradient is non-finite on all ranks, as is the case after averaging, the error is raised before the update.
     If it is non-finite on some ranks only, the error is raised when the ranks exchange their statistics.
 
-    The inputs of the forward passes are kept until the update. If a repeated forward pass differs, the reported origin
-    may be the loss or a gradient instead of the module, but the rank is correct. This happens if the model uses
-    Python's random numbers or depends on its last batch.
+    The inputs of the forward passes are kept until the update. If a repeated forward pass differs from the original,
+    the reported origin may be the loss or a gradient instead of the module, but the reported rank is correct. This
+    happens if the model uses Python's random numbers or depends on its last batch.
     """
 
     name: ClassVar[str] = "nonfinite"

@@ -109,11 +109,11 @@ class DataOverlap(Detector):
 class Epoch:
     """The samples of all ranks since the comparison started.
 
-    The state is the same on all ranks, so all ranks reach the same verdict.
+    The state is the same on all ranks, so all ranks reach the same conclusion.
     """
 
     def __init__(self, size: int) -> None:
-        """Start with no samples.
+        """Create an epoch without samples.
 
         Args:
             size: The number of ranks.

@@ -71,8 +71,8 @@ class _OverAWindow(Detector):
 class Straggler(_OverAWindow):
     """Detector of a rank that is slow in the same phase in two consecutive windows, so that the other ranks wait.
 
-    The detector measures the time that a rank spends on its own work: waiting for data, the forward pass, and the
-    backward pass up to its own last gradient.
+    The detector measures the time that a rank spends on its own work, which consists of waiting for data, the forward
+    pass, and the backward pass up to the rank's last gradient.
     """
 
     name: ClassVar[str] = "straggler"
@@ -109,8 +109,8 @@ class Straggler(_OverAWindow):
 def slow_rank(seconds: dict[str, list[float]]) -> tuple[int, str, float] | None:
     """Return the rank, phase and lost time in seconds according to `runs.summaries.straggler`, or None.
 
-    In `runs.summaries`, the backward pass includes waits for other ranks. Here it contains only the rank's own work, so
-    it is added to the forward pass.
+    In `runs.summaries`, the backward pass includes waits for other ranks. Here, it contains only the rank's own work,
+    so its time is added to that of the forward pass.
     """
     own = [sum(each) for each in zip(seconds["forward"], seconds["backward"], strict=True)]
     rest = [whole - data for whole, data in zip(seconds["step"], seconds["data"], strict=True)]

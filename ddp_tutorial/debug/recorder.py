@@ -41,7 +41,7 @@ class Line:
 
 @dataclass(frozen=True)
 class Call:
-    """A collective that one rank has entered. Ranks that are in step assign the same number to it.
+    """A collective that one rank has entered. Ranks with the same sequence of collectives assign the same number to it.
 
     Attributes:
         group: The name of the process group.

@@ -2,8 +2,8 @@
 
 Replicas start with identical weights and receive the same gradients, so they stay bitwise identical. The check
 therefore has no tolerance. Each rank sends one number that depends on all bits. If the numbers differ, the ranks
-compare the tensors one by one. This check is the most expensive, because it reads all bits. It therefore runs only
-occasionally, and immediately if the ranks' averaged gradients differ.
+compare the tensors one by one. This check is the most expensive check, because it reads all bits. It therefore runs
+only occasionally, and immediately if the ranks' averaged gradients differ.
 """
 
 import zlib
@@ -28,21 +28,21 @@ _WHOLE = 1 << 48  # a float64 represents every integer below this value exactly
 
 
 class ReplicaDrift(Detector):
-    """Detector of differences in parameters, buffers, and optimizer state and options (such as the learning rate).
+    """Detector of differences between ranks in parameters, buffers, optimizer state and optimizer options.
 
-    Parameters and optimizer are compared after the first step, and then before the update of every `every`-th step,
+    Parameters and optimizer state are compared after the first step, and then before every `every`-th update,
     together with the other exchanged numbers. With `every=1`, they are compared after each step. Buffers are compared
     at the start of the first forward pass of these steps, just after DDP has broadcast them.
 
     Differences that are caused by a gradient are found at the next exchange and reported with the step of the gradient.
     For this purpose, the ranks compare a sum of the averaged gradients for each step. Other differences are found up to
     `every - 1` steps later, for example if one rank changes an option. They are reported with the step in which they
-    were found, and the message contains the last step without a difference.
+    were found. The message contains the last step without a difference.
 
     A difference in the parameters or the optimizer is an error. A difference in the buffers is only a warning, because
-    training remains correct, but a checkpoint contains rank 0's buffers. State that is sharded is not compared:
-    DTensors, shards of `zero`, and the state of `ZeroRedundancyOptimizer` and `ShardedOptimizer`. Do not use this
-    detector if ranks update their weights independently, as with local SGD.
+    training remains correct. However, a checkpoint contains only rank 0's buffers. Sharded state, such as DTensors,
+    shards of `zero`, and the state of `ZeroRedundancyOptimizer` and `ShardedOptimizer`, is not compared. Do not use
+    this detector if ranks update their weights independently, as with local SGD.
 
     Args:
         every: The number of steps between two comparisons.
@@ -86,7 +86,7 @@ class ReplicaDrift(Detector):
             self._said = float(combine_checksums(self._buffers))
 
     def local_report(self, observation: StepObservation) -> Sequence[float]:
-        """Return the combined checksums of the buffers, the gradients, and (if due) the parameters and optimizer."""
+        """Return the combined checksums of buffers and gradients and, if due, of parameters and optimizer state."""
         self._has_begun, step, state = False, self.program.step, 0.0
         if self._is_telling:
             self._sizes[step] = self.program.gradient_sizes()
@@ -127,12 +127,12 @@ class ReplicaDrift(Detector):
         return [Finding(self.name, step, ranks, message, "warning", name)]
 
     def after_update(self, step: int) -> list[Finding]:
-        """Compare parameters and optimizer if a comparison is due or the gradients differed. Collective."""
+        """Compare parameters and optimizer state if a comparison is due or the gradients differed. Collective."""
         is_due = step == self._first or self.every == 1
         return self._compare(step, step) if is_due or self._doubts else []
 
     def _compare(self, step: int, after: int) -> list[Finding]:
-        """Compare all bits of the parameters and the optimizer. Collective.
+        """Compare all bits of the parameters and the optimizer state. Collective.
 
         Args:
             step: The current step.
@@ -172,7 +172,7 @@ class ReplicaDrift(Detector):
     def _state(self) -> Iterator[tuple[str, Any]]:
         """Yield all values that an update reads and writes, by name.
 
-        Options are first, because a different option makes the parameters differ.
+        Options precede the parameters, because a different option makes the parameters differ.
         """
         names, optimizer = self.program.names, self.program.optimizer
         for number, group in enumerate(optimizer.param_groups):

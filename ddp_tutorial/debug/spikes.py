@@ -14,7 +14,7 @@ _KNOWN = 10
 
 
 class GradientSpike(Detector):
-    """Detector of ranks whose gradient norm exceeds `times` the median over their last `window` steps.
+    """Detector of ranks whose gradient norm exceeds `times` times the median over their last `window` steps.
 
     The detector uses each rank's own gradient, before averaging and clipping, so the finding identifies the rank with
     the unusual samples. If the loss and the gradient have jumped by about the same factor on all ranks, their scale has
@@ -36,7 +36,9 @@ class GradientSpike(Detector):
             ValueError: If `times` is not above 1, or `window` is below 10.
         """
         if times <= 1 or window < _KNOWN:
-            raise ValueError(f"times must be above 1 and window at least {_KNOWN} steps, got {times} and {window}")
+            raise ValueError(
+                f"times must be greater than 1 and window must be at least {_KNOWN} steps, got {times=}, {window=}"
+            )
         self.times, self.window = times, window
 
     def attach(self, program: Program) -> None:
@@ -89,7 +91,7 @@ def _scale_has_changed(higher: Sequence[float], losses_higher: Sequence[float]) 
 
 
 class LossDivergence(Detector):
-    """Detector that reports an error if the mean loss over all ranks exceeds `times` its initial value.
+    """Detector that reports an error if the mean loss over all ranks exceeds `times` times its initial value.
 
     Both values are medians over `window` steps. The loss is the tensor on which `backward` is called, without the scale
     of a `GradScaler`.
@@ -110,7 +112,9 @@ class LossDivergence(Detector):
             ValueError: If `times` is not above 1, or `window` is below 1.
         """
         if times <= 1 or window < 1:
-            raise ValueError(f"times must be above 1 and window at least 1 step, got {times} and {window}")
+            raise ValueError(
+                f"times must be greater than 1 and window must be at least 1 step, got {times=}, {window=}"
+            )
         self.times, self.window = times, window
 
     def attach(self, program: Program) -> None:

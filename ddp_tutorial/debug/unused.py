@@ -42,7 +42,7 @@ class UnusedParameters(Detector):
         return [fingerprint]
 
     def check(self, step: int, reports: LocalReport) -> list[Finding]:
-        """Return a finding for new unused parameters. Collective if the checksums have not occurred before."""
+        """Return a finding for new unused parameters. Collective if the checksums are new."""
         key = tuple(number for [number] in reports)
         if not any(key) or key in self._known or len(self._known) == _MOST:
             return []

@@ -5,5 +5,5 @@
 
 `digits` trains a convolutional network with synchronized BatchNorm on images. `finetune` trains a Hugging Face language
 model on texts of different lengths. `plain` trains the network of `digits` in plain torch, without this package.
-`ray_train` trains it on ranks that Ray Train starts and monitors.
+`ray_train` runs `digits` on ranks that Ray Train starts and monitors.
 """

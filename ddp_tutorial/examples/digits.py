@@ -27,7 +27,7 @@ DATA = PROJECT / "data" / "digits"
 
 
 class Options(TrainConfig):
-    """The script's options, which are `nprocs` and all run settings, some with different defaults."""
+    """Script options, which are `nprocs` and all run settings. Some defaults differ from those of `TrainConfig`."""
 
     steps: int = 200
     eval_samples: int = 360
@@ -36,7 +36,7 @@ class Options(TrainConfig):
 
 
 class Net(nn.Sequential):
-    """A convolutional network from images [samples, 1, 8, 8] to logits [samples, 10]."""
+    """A convolutional network that maps images [samples, 1, 8, 8] to logits [samples, 10]."""
 
     def __init__(self) -> None:
         """Create the layers."""
@@ -47,7 +47,7 @@ class Net(nn.Sequential):
 
 
 def images(part: str) -> TensorDataset:
-    """Return the images [1, 8, 8], with values from 0 to 1, and the digits of split `train` or `validation`."""
+    """Return the images [1, 8, 8], with values from 0 to 1, and the digits of the `train` or `validation` split."""
     table = pyarrow.parquet.read_table(DATA / f"{part}.parquet")
     pixels = torch.tensor(table["pixels"].to_pylist()).view(-1, 1, 8, 8) / 16
     return TensorDataset(pixels, torch.tensor(table["digit"].to_pylist()))

@@ -1,4 +1,4 @@
-"""Train a causal language model of Hugging Face `transformers` on padded texts, and weight each token equally.
+"""Train a causal language model from Hugging Face `transformers` on padded texts, and weight each token equally.
 
     pip install 'ddp-tutorial[examples]'
     python -m ddp_tutorial.examples.finetune                                  # starts two ranks
@@ -28,7 +28,7 @@ PADDING, IGNORED = 256, -100  # a token that is not a byte, and the label that t
 
 
 class Options(TrainConfig):
-    """The script's options, which are `nprocs` and all run settings, some with different defaults."""
+    """Script options, which are `nprocs` and all run settings. Some defaults differ from those of `TrainConfig`."""
 
     steps: int = 60
     eval_every: int = 30
@@ -62,7 +62,7 @@ def collate(rows: list[bytes]) -> dict[str, torch.Tensor]:
 def loss(model: nn.Module, batch: dict[str, torch.Tensor]) -> tuple[Any, ...]:
     """Return the summed loss, the number of tokens, and the accuracy as a sum and a count.
 
-    With a mean on each rank, the tokens of short texts would have more weight.
+    With a mean on each rank, tokens in short texts would be weighted more heavily.
     """
     logits = model(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"]).logits[:, :-1]
     targets = batch["labels"][:, 1:]  # predict each token from the previous ones

@@ -4,9 +4,9 @@
     python -m ddp_tutorial.examples.ray_train name=digits checkpoint.every=20          # two workers on this machine
     RAY_ADDRESS=auto python -m ddp_tutorial.examples.ray_train name=digits checkpoint.every=20 nprocs=8  # on a cluster
 
-Ray's storage is `runs/` in the current folder, which all machines of the cluster must share. Ray reports and removes
-the run's own checkpoints, and does not copy them. If a worker is lost, Ray restarts all workers, and the run resumes
-from its last checkpoint. The result is bitwise identical to that of an uninterrupted run.
+Ray stores its files in `runs/` in the current folder. All machines in the cluster must share this folder. Ray reports
+and removes the run's own checkpoints, but does not copy them. If a worker is lost, Ray restarts all workers, and the
+run resumes from its last checkpoint. The result is bitwise identical to that of an uninterrupted run.
 """
 
 import os
@@ -37,7 +37,7 @@ ALL = 10**9  # the run keeps all checkpoints; Ray removes old ones, because repo
 
 
 class Report:
-    """An observer that reports each new checkpoint to Ray. Collective, like saving."""
+    """An observer that reports each new checkpoint to Ray. Calls are collective, like saves."""
 
     def __init__(self, name: str) -> None:
         """Observe the run `name`, starting after the newest checkpoint that Ray knows."""
@@ -58,7 +58,7 @@ class Report:
 
 
 def work(asked: dict[str, Any]) -> None:
-    """Train on one worker; `run` joins the process group that Ray created."""
+    """Train on one worker. `run` joins the process group that Ray created."""
     os.chdir(asked["folder"])
     options = digits.Options.model_validate_json(asked["options"])
     with observe(Report(options.name)):
@@ -66,7 +66,7 @@ def work(asked: dict[str, Any]) -> None:
 
 
 def trainer(options: digits.Options, work: Callable[[dict[str, Any]], None] = work) -> TorchTrainer:
-    """Return Ray's trainer for a resumable run. Raises `ConfigError` if `options` do not allow resuming."""
+    """Return Ray's trainer for a resumable run, or raise `ConfigError` if `options` do not allow resuming."""
     if not options.name or not options.checkpoint.every or options.checkpoint.background:
         raise ConfigError("a Ray run must be resumable: set name= and checkpoint.every=, and disable background saves")
     kept = options.checkpoint.keep_last
@@ -86,7 +86,7 @@ def trainer(options: digits.Options, work: Callable[[dict[str, Any]], None] = wo
 
 
 def start(processors: int) -> None:
-    """Connect to the cluster of RAY_ADDRESS, or start a Ray instance that stops with this process."""
+    """Connect to the cluster at RAY_ADDRESS, or start a Ray instance that stops when this process exits."""
     if "RAY_ADDRESS" in os.environ:
         ray.init(log_to_driver=False)
     else:

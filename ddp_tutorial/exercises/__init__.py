@@ -1,4 +1,4 @@
-"""Exercises: a task, a check that explains what is wrong, a series of hints, and a solution.
+"""Exercises, each with a task, a check that explains mistakes, a series of hints, and a solution.
 
 In a notebook:
 
@@ -59,11 +59,12 @@ class Exercise:
 
     Attributes:
         task: The assignment, printed for an answer that is not filled in yet.
-        test: Takes the answer and returns praise, or raises `WrongAnswerError`. It may start ranks.
+        test: A function that takes the answer and returns praise, or raises `WrongAnswerError`. The function may start
+            ranks.
         solution: A right answer.
-        wrong: Maps a short description of a mistake to an answer that makes it.
+        wrong: A dict that maps a short description of each mistake to an answer with this mistake.
         hints: The hints, in the order in which `hint` prints them.
-        hints_given: Number of hints printed so far.
+        hints_given: The number of hints printed so far.
     """
 
     task: str
@@ -74,7 +75,7 @@ class Exercise:
     hints_given: int = 0
 
     def check(self, answer: Answer | Path) -> None:
-        """Show whether `answer` is right, and if not, why. A notebook shows the task as well.
+        """Show whether `answer` is right, and if not, why. In a notebook, also show the task.
 
         A wrong answer raises no error. A right answer is recorded for `progress` if a person ran the cell.
         """
@@ -90,7 +91,7 @@ class Exercise:
 
     @property
     def name(self) -> str:
-        """Module and variable, such as `quickstart.mean_loss`; "" for an exercise outside this package."""
+        """The module and variable name, such as `quickstart.mean_loss`, or "" for an exercise outside this package."""
         loaded = [module for module in _modules() if f"{__name__}.{module}" in sys.modules]
         return next((name for name, exercise in _exercises_of(loaded) if exercise is self), "")
 
@@ -115,7 +116,7 @@ class Exercise:
             return False, f"Not yet. Your answer raised {type(error).__name__}: {error}{_own_line(error)}"
 
     def hint(self) -> None:
-        """Print the next hint. After the last one, print how to show the solution."""
+        """Print the next hint. After the last hint, print how to show the solution."""
         if self.hints_given < len(self.hints):
             self.hints_given += 1
             print(f"Hint {self.hints_given} of {len(self.hints)}: {self.hints[self.hints_given - 1]}")
@@ -140,10 +141,10 @@ class Exercise:
 
 @dataclass(frozen=True)
 class Card:
-    """The result of a check as a notebook shows it: the task, the verdict, and how to get help.
+    """The result of a check in a notebook, with the task, the verdict, and instructions for getting help.
 
     Attributes:
-        task: What to write.
+        task: The assignment.
         verdict: Whether the answer is right, and if not, why.
         name: The exercise's variable in its module, or "".
     """
@@ -175,7 +176,10 @@ def _indent(line: str) -> str:
 
 
 class _EndlessError(BaseException):
-    """An answer exceeded its CPU time. Not an `Exception`, so that the answer's own handlers do not catch it."""
+    """Raised when an answer exceeds its CPU time limit.
+
+    This class does not inherit from `Exception`, so that the answer's own handlers do not catch the error.
+    """
 
 
 _SECONDS = 60.0  # CPU time of this process; waiting for ranks does not count
@@ -184,7 +188,7 @@ _ENDLESS = f"Your answer has used {_SECONDS:.0f} seconds of CPU time and has not
 
 @contextmanager
 def _limit_cpu_time() -> Iterator[None]:
-    """Raise `_EndlessError` if the block uses too much CPU time. Has no effect outside the main thread."""
+    """In the main thread, raise `_EndlessError` if the block uses too much CPU time."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -202,7 +206,7 @@ def _limit_cpu_time() -> Iterator[None]:
 
 
 def _own_line(error: BaseException) -> str:
-    """Return the place and source of the answer's line that raised `error`, or a hint if the answer had returned."""
+    """Return the location and source of the answer's line that raised `error`, or a hint if the answer had returned."""
     own = [each for each in traceback.extract_tb(error.__traceback__) if not each.filename.startswith(_NOT_OWN)]
     if not own:
         return _missing_return_hint(error)
@@ -215,7 +219,7 @@ def _missing_return_hint(error: BaseException) -> str:
 
 
 def progress() -> Progress:
-    """Return a table of all exercises that marks the ones passed on this machine; see `passed`."""
+    """Return a table of all exercises, and mark the exercises passed on this machine; see `passed`."""
     return progress_in([name for name, _ in _exercises_of(_modules())])
 
 
@@ -246,7 +250,7 @@ def without_annotations(source: str) -> str:
 
 
 def imports_for(source: str, solution: Answer) -> list[str]:
-    """Return the imports from the module of `solution` that `source` needs and `__main__`, the notebook, lacks."""
+    """Return the imports in the module of `solution` that `source` requires and the notebook (`__main__`) lacks."""
     lacking = globals_in(source) - vars(sys.modules["__main__"]).keys() - vars(builtins).keys()
     lines = []
     for node in ast.parse(inspect.getsource(sys.modules[solution.__module__])).body:

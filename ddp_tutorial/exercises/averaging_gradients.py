@@ -34,7 +34,7 @@ class _Routes(nn.Module):
 
 
 def _run_average(world: World, answer: Answer) -> None:
-    """Check two averages. Rank r's input is [r + 1, 0]. First, all ranks use `sometimes`, then all but the last."""
+    """Check two averages. Rank r's input is [r + 1, 0]. Only in the second average, the last rank skips `sometimes`."""
     local = torch.tensor([world.rank + 1.0, 0.0])
     everyone = sum(range(1, world.size + 1)) / world.size
     with_detour = sum(range(1, world.size)) / world.size

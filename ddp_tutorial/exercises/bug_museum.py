@@ -40,7 +40,7 @@ def _judge(programs: dict[str, Program]) -> None:
 
 
 def _apart(result: Any, wanted: Result) -> str:
-    """Explain how the weights in an answer's result differ from the expected weights. Return "" if they are equal."""
+    """Return an explanation of how an answer's weights differ from the expected weights, or "" if they are equal."""
     if not isinstance(result, dict) or not isinstance(result.get("weights"), torch.Tensor):
         return 'Return {"weights": weights(model)}, as the broken program does.'
     got, want = result["weights"], wanted["weights"]

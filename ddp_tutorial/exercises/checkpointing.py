@@ -41,7 +41,7 @@ class MiniTrainer:
         self.data = torch.randn(64, 4, generator=torch.Generator().manual_seed(2))
 
     def step(self) -> None:
-        """Train on the next 4 samples, with noise."""
+        """Train on the next 4 samples, after adding random noise to their inputs."""
         x = self.data[torch.arange(self.cursor, self.cursor + 4) % len(self.data)]
         self.cursor += 4
         x = x + 0.1 * torch.randn(x.shape, generator=self.noise)
@@ -254,7 +254,7 @@ class Disk:
         self._left -= 1
 
     def _after_power_cut(self) -> Iterator["Disk"]:
-        """Yield every state in which a power failure now could leave the disk."""
+        """Yield every possible state of the disk after a power failure at this moment."""
         for names in self._safe_names:
             numbers = sorted(set(names.values()))
             for contents in itertools.product(*(sorted(self._contents(number)) for number in numbers)):
@@ -453,7 +453,7 @@ def _final_state(rank: int) -> dict[str, Any]:
 
 
 class _Killer:
-    """Trace function that counts the Python lines executed within the answer, and kills the rank at one of them.
+    """Trace function that counts the Python lines executed within the answer, and kills the rank at one of these lines.
 
     Half of the kills occur at a line of the answer itself. The other kills occur at any line, for example in
     `torch.save`.
@@ -570,7 +570,7 @@ def _attempt(answer: Any, folder: Path, killers: Mapping[int, _Killer]) -> dict[
 
 
 def _errors(errors: Mapping[int, str]) -> str:
-    """Describe the errors, except connection errors that the other rank's failure caused."""
+    """Return a description of the errors, except connection errors that the other rank's failure caused."""
     causes = {rank: error for rank, error in errors.items() if "gloo" not in error} or errors
     return " ".join(f"Rank {rank} raised {error}." for rank, error in causes.items())
 

@@ -1,4 +1,4 @@
-"""Exercises for deep dive choosing_a_bucket_size on exposed communication, measuring a link, and optimal buckets."""
+"""Exercises for the deep dive choosing_a_bucket_size on exposed communication, link measurement and optimal buckets."""
 
 import random
 import statistics

@@ -232,7 +232,7 @@ class _Reduced(NamedTuple):
 
 
 def _bytes_sent_away() -> dict[int, int]:
-    """Return the bytes that the kernel has delivered to other hosts, by file descriptor of the TCP socket."""
+    """Return the number of bytes delivered to other hosts, keyed by the TCP socket's file descriptor."""
     found = {}
     for path in Path("/proc/self/fd").iterdir():
         try:

@@ -29,7 +29,7 @@ def _instead(*_: object, **__: object) -> None:
 
 
 def _run_any_length(world: World, answer: Answer) -> list[list[float] | str]:
-    """Return the answer's result for each length. If torch raises an error (on all ranks), the message is last."""
+    """Return the answer's result for each length. If torch raises an error, the message is the last item."""
     results: list[list[float] | str] = []
     for length in _LENGTHS:
         mine = (torch.arange(float(length)) + 1) * 10**world.rank
@@ -128,7 +128,7 @@ _ROWS = (1, 2)  # rows per rank
 def _run_transpose(world: World, answer: Answer) -> list[torch.Tensor | str]:
     """Return the answer's rows of the transposed matrix for each number of rows per rank.
 
-    The entry in row i and column j of the matrix is 10 i + j. If torch raises an error, the message is last.
+    The entry in row i and column j of the matrix is 10 i + j. If torch raises an error, the message is the last item.
     """
     results: list[torch.Tensor | str] = []
     names = [name for name in _OTHERS if name not in {"all_to_all", "all_to_all_single", "isend", "irecv"}]

@@ -244,7 +244,7 @@ def _compares_with_one_card(claim: Claim) -> str:
 
 
 def _six_n(claim: Claim) -> str:
-    """Ignore the FLOPs of attention."""
+    """Return the result for an MFU without attention FLOPs."""
     model = claim.model
     ratio = model.flops_per_token / (model.flops_per_token - 3 * model.attention_flops)
     return _find_error(replace(claim, mfu=claim.mfu * ratio))

@@ -16,7 +16,7 @@ _FRACTION, _SIZES, _TRAINED, _FLUSHED = 0.25, (12, 20), 3, 5
 
 
 class _TwoVectors(nn.Module):
-    """Model with two vectors, whose gradients are the inputs. DDP puts them in one bucket, and later in two."""
+    """Model with two vectors, whose gradients are the inputs. DDP uses one bucket at first, and later two buckets."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -138,7 +138,7 @@ def _topk_with(
     send: str = "sparse",
     wait: bool = False,
 ) -> Answer:
-    """Return the solution with these mistakes."""
+    """Return the solution with the given mistakes."""
 
     def answer(state: dict[Any, Any], bucket: dist.GradBucket) -> Future[torch.Tensor]:
         buffer, size = bucket.buffer(), dist.get_world_size()

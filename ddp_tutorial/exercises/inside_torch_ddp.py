@@ -397,7 +397,7 @@ def _weights(model: nn.Module) -> torch.Tensor:
 
 
 def _of_one_process(count: int) -> torch.Tensor:
-    """Run the correct script on one process, and return the final weights."""
+    """Run the correct script in one process, and return the final weights."""
     model, (x, y) = _net(), _samples(count)
     _train(0, 1, model, x, y, _EPOCHS, _BATCH)
     return _weights(model)
@@ -533,7 +533,7 @@ def _with_faults(
     drop: bool = False,
     weights: bool = False,
 ) -> Answer:
-    """Return the solution with these faults."""
+    """Return the solution with the given faults."""
 
     def answer(
         rank: int, size: int, model: nn.Module, x: torch.Tensor, y: torch.Tensor, epochs: int = 8, batch: int = 16

@@ -1,8 +1,8 @@
-"""Record the exercises that a person has passed in a file under `runs/`, and show them in a table. Nothing is sent.
+"""Record in a local file under `runs/` which exercises a person has passed, and show these exercises in a table.
 
-Each line of the file is an exercise name, such as `quickstart.mean_loss`. A single write appends a line, so two kernels
-can append at the same time. Unknown lines are kept, but not counted. If a program such as nbval, papermill or a test
-runs an answer, the answer is not recorded (see `a_person_is_there`).
+No data leaves this machine. Each line of the file is an exercise name, such as `quickstart.mean_loss`. A single write
+appends a line, so two kernels can append at the same time. Unknown lines are kept, but not counted. If a program such
+as nbval, papermill or a test runs an answer, the answer is not recorded (see `a_person_is_there`).
 """
 
 import html
@@ -45,7 +45,7 @@ def remember(name: str) -> None:
 
 @dataclass(frozen=True)
 class Chapter:
-    """Exercises of one notebook. `exercises` maps each exercise name to whether the exercise is passed."""
+    """The exercises of one notebook. `exercises` maps each exercise name to whether the exercise is passed."""
 
     part: str
     name: str

@@ -24,7 +24,7 @@ from ddp_tutorial.world import World
 
 
 def _run_announce(world: World, answer: Answer) -> tuple[float, list[str]]:
-    """Return the answer's result and the lines it printed on this rank."""
+    """Return the answer's result and the lines that the answer printed on this rank."""
     printed: list[str] = []
     result = answer(world, float(world.rank + 1), printed.append)
     return result, printed

@@ -154,7 +154,7 @@ Data = tuple[torch.Tensor, torch.Tensor]  # inputs and targets
 def train_alone(
     make_model: Callable[[], nn.Module], train: Data, valid: Data, log: Callable[[str], None]
 ) -> list[float]:
-    """Train on one process until the validation loss stops improving. Returns the validation loss of each epoch."""
+    """Train in one process until the validation loss stops improving, and return each epoch's validation loss."""
     inputs, targets = train
     model = make_model()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.2)

@@ -19,7 +19,7 @@ from ddp_tutorial.world import World
 
 
 class Timing(NamedTuple):
-    """Row of a benchmark table. `seconds` is the run's duration, and includes the evaluation time `evaluating`."""
+    """Row of a benchmark table. `seconds` is the run's duration, including the evaluation time `evaluating`."""
 
     ranks: int
     threads: int  # per rank
@@ -140,7 +140,7 @@ _TRUE_SPEEDUP = 1.7
 
 
 def _experiment(generator: random.Random, count: int) -> list[tuple[list[float], list[float]]]:
-    """Simulate `count` launches. Step times vary by launch, by arm within a launch, and little by turn."""
+    """Simulate `count` launches. Step times vary by launch, by arm within a launch, and slightly by turn."""
     launches = []
     for _ in range(count):
         both = math.exp(generator.gauss(0, 0.3))

@@ -298,7 +298,7 @@ _RELEASE_SECONDS = 2.0
 def _expect_piece(ours: int, whole: int, world: World, when: str) -> None:
     """Raise `WrongAnswerError` if the rank still holds more than its shard after `_RELEASE_SECONDS`.
 
-    The check itself uses `ours` of the live bytes. Gloo's thread may release a collective's tensors some time after the
+    The check's own tensors occupy `ours` bytes. Gloo's thread may release a collective's tensors some time after the
     collective has completed.
     """
     most, deadline = whole / world.size + whole / 4, time.monotonic() + _RELEASE_SECONDS
@@ -493,7 +493,7 @@ class _Layers(nn.Module):
         self.layers = nn.ModuleList(nn.Linear(_WIDTH, _WIDTH) for _ in range(_LAYERS))
 
     def forward(self, x: torch.Tensor, order: list[int], first: Callable[[], None] | None = None) -> torch.Tensor:
-        """Apply the layers in `order`. In the backward pass, call `first` before the first layer's gradients."""
+        """Apply the layers in `order`. The backward pass calls `first` before computing the first layer's gradients."""
         for number in order:
             x = self.layers[number](x)
             if number == order[0] and first is not None:

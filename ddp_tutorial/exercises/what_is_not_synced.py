@@ -170,7 +170,7 @@ def _one_story(world: World, answer: Answer, counts: list[int]) -> list[str | No
             yield batch
 
     def meet(what: str, flag: bool = False) -> bool:
-        """Replace all collectives of the answer, so that different calls on the ranks are detected."""
+        """Replace all collectives of the answer, so that differences between the ranks' calls are detected."""
         gathered = all_gather(world, (what, flag))
         doing = ", while ".join(f"rank {rank} {each}" for rank, (each, _) in enumerate(gathered))
         on_a_cluster = "On a cluster, the ranks would wait for each other forever."

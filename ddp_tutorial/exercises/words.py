@@ -1,8 +1,8 @@
 """Single-process reference for `train_script` in 06_plain_torch, with variants that make common mistakes.
 
 A run prints the loss and the number of letters for each step. The number of letters reveals which words the run read,
-and the loss reveals how the run weighted the words. To diagnose a mistake, the check simulates common mistakes and
-compares the output.
+and the loss reveals how the run weighted the words. To diagnose an incorrect answer, the check simulates common
+mistakes and compares their output with the run's output.
 """
 
 import re
@@ -103,7 +103,7 @@ def _lengths() -> list[int]:
 
 
 def _wrong_words(lines: Sequence[Line]) -> str:
-    """Explain which wrong words a run read, starting at step 1. Return "" if the words are right."""
+    """Return an explanation of which wrong words a run read from step 1 on, or "" if the words are right."""
     found = [line.letters for line in lines]
     for order, share, drop, report in product(_ORDERS, _SHARES, _DROPS, _REPORTS):
         if found == _letters(_read(order, share, drop), len(lines), slice(1 if report else 2)):
@@ -195,7 +195,7 @@ def _sum(model: nn.Module, part: Sequence[Tensor]) -> Tensor:
 
 
 def _wrong_losses(lines: Sequence[Line]) -> str:
-    """Explain what is wrong with the losses of a run that read the right words. Return "" if the losses are right."""
+    """Return an explanation of wrong losses in a run that read the right words, or "" if the losses are right."""
     for loss, gradient in product(_LOSSES, _GRADIENTS):
         if not _apart(lines, course(len(lines), gradient).reports[loss]):
             return " ".join(filter(None, (loss, _GRADIENTS[gradient])))
@@ -209,7 +209,7 @@ def _wrong_losses(lines: Sequence[Line]) -> str:
 
 
 def _apart(lines: Sequence[Line], right: Sequence[Line]) -> str:
-    """Describe the first step with a wrong loss. Return "" if all losses are right."""
+    """Return a description of the first step with a wrong loss, or "" if all losses are right."""
     for mine, yours in zip(right, lines, strict=False):
         if not abs(mine.loss - yours.loss) < _CLOSE:
             return f"The loss of step {mine.step} must be {mine.loss:.4f}, got {yours.loss:.4f}."
@@ -220,7 +220,7 @@ def _apart(lines: Sequence[Line], right: Sequence[Line]) -> str:
 
 
 def wrong_from_the_start(lines: Sequence[Line]) -> str:
-    """Explain what is wrong with the lines of a run from step 1. Return "" if nothing is wrong."""
+    """Return an explanation of wrong lines in a run that started at step 1, or "" if all lines are right."""
     if not lines:
         return ""
     if [line.step for line in lines] != list(range(1, len(lines) + 1)):
@@ -231,7 +231,7 @@ def wrong_from_the_start(lines: Sequence[Line]) -> str:
 
 
 def wrong_after_resuming(lines: Sequence[Line], saved: int) -> str:
-    """Explain what is wrong with the lines of a run that resumed after step `saved`. Return "" if nothing is wrong."""
+    """Return an explanation of wrong lines in a run that resumed after step `saved`, or "" if all lines are right."""
     if not lines:
         return ""
     steps = [line.step for line in lines]

@@ -35,7 +35,8 @@ PARTS = {"data": ["data"], "compute": ["forward", "backward", "update"], "sync":
 class Arm:
     """A `TrainStep` that runs with its own number of torch threads.
 
-    With `ddp.variant: torch`, DDP waits for other ranks inside the backward pass, so "compute" includes that time.
+    With `ddp.variant: torch`, DDP waits for other ranks inside the backward pass, so "compute" includes the waiting
+    time.
     """
 
     def __init__(self, step: TrainStep, threads: int = 1) -> None:
@@ -76,8 +77,8 @@ def run_interleaved(
 ) -> dict[Name, list[Turn]]:
     """Time each arm in alternating turns. Collective.
 
-    The order of the arms is reversed after each round. The first turn of each arm is a warm-up and is not recorded:
-    it opens files, allocates memory and rebuilds buckets.
+    The order of the arms is reversed after each round. The first turn of each arm is a warm-up that is not
+    recorded, because it opens files, allocates memory and rebuilds buckets.
 
     Args:
         world: The ranks that run the steps.
@@ -87,7 +88,7 @@ def run_interleaved(
 
     Returns:
         The turns of each arm. A turn maps "step" to the time per step in seconds until all ranks are done. It also maps
-        each part of the step to the time in seconds that this rank spent in that part.
+        each part of the step to the number of seconds that this rank spent in that part.
     """
     taken: dict[Name, list[Turn]] = {name: [] for name in arms}
     for number in range(turns + 1):
@@ -121,7 +122,7 @@ def _meet(world: World) -> None:
 def medians(turns: Mapping[Name, Sequence[Turn]]) -> dict[Name, Turn]:
     """Return the median of each part over the turns of each arm.
 
-    The medians of the parts add up to the median step time only approximately.
+    The sum of the parts' medians only approximately equals the median step time.
     """
     return {
         name: {part: statistics.median(turn[part] for turn in each) for part in each[0]} for name, each in turns.items()

@@ -1,6 +1,6 @@
 """Execute notebooks as experiments: check the parameters, run papermill, and show progress in the terminal.
 
-An execution has succeeded if papermill's exit code is 0 and the notebook has written `result.json`, its last action.
+An execution has succeeded if papermill's exit code is 0 and the notebook has written `result.json` as its last action.
 The executed notebook's metadata is not sufficient: its status is "completed" even if the kernel has died.
 """
 
@@ -85,7 +85,7 @@ def open_folder(name: str, kind: str) -> Path:
 
 
 def write_result(folder: Path, parameters: Mapping[str, Any], metrics: Mapping[str, Any], **others: Any) -> None:
-    """Write `result.json`, the last action of an experiment.
+    """Write `result.json`. This is the last action of an experiment.
 
     Args:
         folder: The experiment's folder.
@@ -150,7 +150,7 @@ def run_notebook(notebook: Path, folder: Path, parameters: Mapping[str, Any]) ->
     Args:
         notebook: The notebook to execute.
         folder: The folder for the outputs.
-        parameters: The notebook's parameters. Its parameter `name` must make the notebook write to `folder`.
+        parameters: The notebook's parameters. The parameter `name` must make the notebook write to `folder`.
 
     Raises:
         NotebookError: If the notebook failed or did not write `result.json`.
@@ -208,7 +208,7 @@ def execute(
 
 @contextmanager
 def _ended(process: subprocess.Popen[bytes], folder: Path) -> Iterator[None]:
-    """At the end of the block, interrupt papermill if it is still running, then kill all processes that it started."""
+    """Interrupt papermill at the end of the block if it is still running, then kill all processes that it started."""
     try:
         yield
     finally:
@@ -226,8 +226,8 @@ def _ended(process: subprocess.Popen[bytes], folder: Path) -> Iterator[None]:
 def end_processes_of(folder: Path) -> None:
     """Kill all processes of executions that write to `folder` or its subfolders.
 
-    A kernel that crashes leaves its child processes behind, and an execution outlives a parent that was killed. All
-    these processes inherit an environment variable, which identifies them even after their parent has exited.
+    If a kernel crashes, its child processes keep running. If the parent process is killed, the execution keeps running.
+    All these processes inherit an environment variable that identifies them even after their parent has exited.
     """
     top = folder.resolve()
     kill_tagged(_MARK, lambda mark: Path(mark).is_relative_to(top))

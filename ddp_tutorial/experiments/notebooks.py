@@ -2,10 +2,10 @@
 
 Two executions of the same source differ only in their measurements. Saved notebooks contain no timestamps, progress
 bars or widget state. Cell ids are derived from the cells' text, and execution counts are consecutive. The metadata
-contain a digest of the source. A test compares this digest with the source, so committed outputs always belong to the
+contains a digest of the source. A test compares this digest with the source, so committed outputs always belong to the
 committed source. `make notebooks` uses the digest to skip notebooks whose source has not changed.
 
-Modules that only an execution needs are imported where they are used. Importing them takes 1.5 s, which would delay
+Modules that only an execution requires are imported inside functions. Importing them takes 1.5 s, which would delay
 notebooks that only read their parameters (`execute`).
 """
 
@@ -48,8 +48,8 @@ class Chapter(NamedTuple):
 def chapters() -> list[Chapter]:
     """Return all notebooks in the order of the README, which also defines the parts.
 
-    Notebooks that the README does not list come last, with an empty part. Without a README, this applies to all
-    notebooks. The metadata of an installed package contains its README.
+    Notebooks that are not listed in the README are returned last, with an empty part name. Without a README, this
+    applies to all notebooks. The metadata of an installed package contains its README.
     """
     readme = NOTEBOOKS.parent / "README.md"
     if PROJECT == PACKAGE:
@@ -78,7 +78,7 @@ def refresh(paths: Sequence[Path] = (), *, everything: bool = False) -> None:
         everything: Whether to also execute notebooks with current outputs.
 
     Raises:
-        ConfigError: If there are no `paths`, and the project's notebooks are part of an installed package.
+        ConfigError: If no `paths` are passed and the project's notebooks are part of an installed package.
     """
     import nbformat
 
@@ -142,7 +142,7 @@ def save_figures(notebook: Any) -> None:
 def execute(notebook: Any, folder: Path) -> None:
     """Run all cells in a new kernel with working directory `folder`, then `tidy` the notebook.
 
-    Raises the kernel's exception if a cell fails.
+    If a cell fails, the kernel's exception is raised.
     """
     from nbclient import NotebookClient
 
@@ -199,7 +199,7 @@ def _static(output: Any) -> Any:
 
 
 def _smaller(png: str) -> str:
-    """Return the same image without its alpha channel if it is fully opaque, which saves an eighth of the size."""
+    """Return the image without its alpha channel if it is fully opaque. This reduces the size by an eighth."""
     from PIL import Image
 
     picture: Image.Image = Image.open(io.BytesIO(base64.b64decode(png)))

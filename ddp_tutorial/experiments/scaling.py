@@ -38,8 +38,8 @@ class StepModel:
         nbytes: Size of the gradients in bytes.
         link: The link between neighbors in the all-reduce ring.
         buckets: The number of all-reduces per step.
-        overlap: The fraction of the overlappable communication that does overlap with the backward pass. Communication
-            can overlap for at most as long as the backward pass takes.
+        overlap: The fraction of the overlappable communication that actually overlaps with the backward pass.
+            Communication can overlap for at most as long as the backward pass takes.
         sharing: The factor by which computation slows down when several ranks run on the same machine.
     """
 
@@ -85,7 +85,7 @@ class StepModel:
             batch: The global batch size.
             ranks: The number of ranks.
             cores: The number of cores of the machine that all ranks share. If there are fewer cores than ranks, the
-                ranks take turns to compute and to send data. Within one machine, sending is copying.
+                ranks take turns to compute and to send data. Within one machine, sending means copying.
         """
         if batch < 1 or ranks < 1 or (cores is not None and cores < 1):
             raise ValueError(f"batch, ranks and cores must be at least 1, got {batch}, {ranks} and {cores}")
@@ -149,8 +149,8 @@ def fit_step(
         nbytes: The size of the gradients in bytes.
         buckets: The number of all-reduces per step.
         ranks: The number of ranks.
-        trained_on: The simulated link of the `trained` measurement, if there was one. A slow link shows the overlap
-            best.
+        trained_on: The simulated link of the `trained` measurement, or None for a real link. A slow link reveals the
+            overlap best.
 
     Raises:
         ValueError: If no model fits the measurements.

@@ -2,7 +2,7 @@
 
 The ranks sleep instead of computing, but their communication is real. A sleeping rank needs no core. Therefore, 32
 ranks on two cores are as fast as on 32 machines if the network is the bottleneck. To make the network the bottleneck,
-simulate a rate that is low for the processor, such as 10 Mbit/s. The messages, their timing and their overlap match a
+simulate a low rate, such as 10 Mbit/s. The messages, their timing and their overlap match a
 training run: the backward pass sleeps layer by layer, and each layer's gradient is ready when its sleep ends.
 """
 
@@ -22,7 +22,7 @@ from ddp_tutorial.world import World
 
 @dataclass(frozen=True)
 class Sleeper:
-    """The timing and size of a simulated model, whose forward pass takes a third of the time.
+    """The timing and size of a simulated model, whose forward pass takes a third of the total time.
 
     Attributes:
         fixed: Time per step in seconds, for any number of samples.

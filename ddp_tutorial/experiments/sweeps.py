@@ -69,7 +69,7 @@ def read_grid(settings: Sequence[str]) -> Grid:
             raise ConfigError(f"{key!r} is set twice; write {key}=value,value")
         grid[key] = values = _values(setting, text)
         if twice := _repeated([_as_json(setting, value) for value in values]):
-            raise ConfigError(f"{key!r} has the value {twice} twice; to run a point again, use --repeats")
+            raise ConfigError(f"{key!r} lists the value {twice} twice; to repeat a point, use --repeats")
     return grid
 
 
@@ -83,7 +83,7 @@ def _repeated(encoded: Sequence[str]) -> str | None:
 
 
 def _values(setting: str, text: str) -> list[Any]:
-    """Return the values in `text`, parsed as a YAML list without brackets, or those of the file after an "@".
+    """Return the values in `text`, parsed as a YAML list without brackets, or the values in the file named after "@".
 
     Unlike in YAML, a trailing comma is an error.
     """
@@ -120,7 +120,8 @@ def read_points(path: Path) -> list[dict[str, Any]]:
     row after the header is a point, and its values have the types that YAML assigns.
 
     Raises:
-        ConfigError: If the file cannot be read, or if its points are invalid, repeated, or set different parameters.
+        ConfigError: If the file cannot be read, or if its points are invalid, are duplicated, or set different
+            parameters.
     """
     setting = f"--points {path}"
     text = _text_of(setting, path)
@@ -141,7 +142,7 @@ def read_points(path: Path) -> list[dict[str, Any]]:
     for value in (value for point in points for value in point.values()):
         _as_json(setting, value)
     if twice := _repeated([_as_json(setting, point) for point in points]):
-        raise ConfigError(f"{setting!r}: the point {twice} occurs twice; to run a point again, use --repeats")
+        raise ConfigError(f"{setting!r}: the point {twice} occurs twice; to repeat a point, use --repeats")
     return points
 
 
@@ -149,7 +150,7 @@ def _csv_points(setting: str, text: str) -> list[dict[str, Any]]:
     try:
         rows = [row for row in csv.reader(io.StringIO(text), strict=True) if row]
     except csv.Error as error:
-        raise ConfigError(f"{setting!r}: not valid CSV: {error}") from None
+        raise ConfigError(f"{setting!r}: the file is not valid CSV: {error}") from None
     header = [name.strip() for name in rows[0]] if rows else []
     if twice := _repeated(header):
         raise ConfigError(f"{setting!r}: the header contains {twice!r} twice")
@@ -210,7 +211,7 @@ def key_of(parameters: Mapping[str, Any], resolved: Mapping[str, Any], repeat: i
 
 
 def folder_of(parameters: Mapping[str, Any], repeat: int, key: str) -> str:
-    """Return the name of a point's folder: its parameters, repeat and key, shortened."""
+    """Return a point's folder name, which consists of its parameters, repeat and key, in shortened form."""
     words = [f"{name}-{value if isinstance(value, str) else json.dumps(value)}" for name, value in parameters.items()]
     name = _clean("_".join(words))[:80].rstrip("._-") or "defaults"
     return f"{name}.repeat-{repeat}.{key[:8]}"
@@ -237,7 +238,7 @@ def code_version(notebook: Any, package: Path = PACKAGE) -> str:
 
 @dataclass(frozen=True)
 class Parameters:
-    """The source of a notebook's `parameters` cell, and of the next cell if that calls `read_parameters`."""
+    """The source of a notebook's `parameters` cell, and of the next cell if it calls `read_parameters`."""
 
     notebook: str
     source: str
@@ -273,7 +274,7 @@ def parameters_in(notebook: Any, name: str) -> Parameters:
     """Return the parameters of a notebook.
 
     Raises:
-        ConfigError: If the notebook cannot be swept.
+        ConfigError: If the notebook does not contain exactly one `parameters` cell, or lacks the parameter `name`.
     """
     code = [cell for cell in notebook.cells if cell.cell_type == "code"]
     places = [place for place, cell in enumerate(code) if "parameters" in cell.metadata.get("tags", [])]
@@ -282,7 +283,9 @@ def parameters_in(notebook: Any, name: str) -> Parameters:
     after = code[places[0] + 1].source if places[0] + 1 < len(code) else ""
     parameters = Parameters(name, code[places[0]].source, after if "read_parameters(" in after else "")
     if "name" not in parameters.names:
-        raise ConfigError(f"{name} has no parameter 'name', the folder under runs/ for its result.json")
+        raise ConfigError(
+            f"{name} must have a parameter 'name', which specifies the folder under runs/ for result.json"
+        )
     return parameters
 
 
@@ -291,7 +294,7 @@ def parameters_in(notebook: Any, name: str) -> Parameters:
 
 @dataclass(frozen=True)
 class Point:
-    """One execution of the notebook: its parameters, repeat, key and output folder."""
+    """One execution of the notebook, with its parameters, repeat, key and output folder."""
 
     parameters: dict[str, Any]
     repeat: int
@@ -327,7 +330,7 @@ class Point:
 
 @dataclass(frozen=True)
 class Plan:
-    """A sweep whose points have been validated, but which has not written any files yet."""
+    """A sweep whose points have been validated. No files have been written yet."""
 
     notebook: Path
     folder: Path
@@ -342,7 +345,7 @@ class Plan:
 def plan_sweep(
     notebook: Path, settings: Sequence[str], repeats: int = 1, name: str = "", file: Path | None = None
 ) -> Plan:
-    """Return the points of a sweep, without writing anything.
+    """Return the points of a sweep, without writing any files.
 
     Args:
         notebook: The path of a notebook, or the name of one of the project's experiments, such as `train`.
@@ -362,7 +365,9 @@ def plan_sweep(
     parameters = parameters_in(source, notebook.name)
     reserved = [key for key in (*from_file[0], *grid) if key == "name" or key in FIXED]
     if reserved:
-        raise ConfigError(f"{reserved[0]!r} cannot be swept: the sweep sets it, or has a column of that name")
+        raise ConfigError(
+            f"{reserved[0]!r} cannot be swept: the sweep sets this parameter, or its table has a column of that name"
+        )
     name = name or _clean(notebook.stem) or "sweep"
     if not _FOLDER.fullmatch(name):
         raise ConfigError(
@@ -381,12 +386,12 @@ def plan_sweep(
 
 
 def experiments_by_name() -> dict[str, Path]:
-    """Return the paths of the project's experiments, such as `train`."""
+    """Return the notebook path of each of the project's experiments, by name, such as `train`."""
     return {path.stem: path for path in sorted(COMPARE.parent.glob("*.ipynb"))}
 
 
 def _find(notebook: Path) -> Path:
-    """Return the path of a notebook, which may be the name of one of the project's experiments."""
+    """Return a notebook's path. `notebook` is a path, or the name of one of the project's experiments."""
     experiments = experiments_by_name()
     if notebook.is_file():
         return notebook
@@ -429,7 +434,7 @@ class SweepInterruptedError(KeyboardInterrupt):
     """Raised when a sweep is interrupted. The current point was terminated, and finished points are kept."""
 
     def __init__(self, done: int, points: int) -> None:
-        """Describe how many points are finished and how to resume."""
+        """Build a message with the number of finished points and instructions for resuming."""
         super().__init__(f"interrupted; {done} of {points} points are done and saved. To resume, rerun the command.")
 
 
@@ -519,8 +524,8 @@ def _run(notebook: Path, point: Point, timeout: float, look: Callable[[], object
 def _outcome_of(folder: Path, notebook: str, code: int | None, timeout: float) -> dict[str, Any]:
     """Return the status, metrics and error of an execution.
 
-    The execution has finished if papermill's exit code is 0 and the notebook's result reports it. The executed
-    notebook's metadata are not sufficient: the status is "completed" even if the kernel has died.
+    An execution counts as finished if papermill exits with code 0 and the notebook's result reports completion. The
+    executed notebook's metadata is not sufficient: its status is "completed" even if the kernel has died.
     """
     cell, error = _failed_cell(folder / notebook)
     try:
@@ -539,7 +544,7 @@ def _outcome_of(folder: Path, notebook: str, code: int | None, timeout: float) -
 
 
 def _failed_cell(executed: Path) -> tuple[str | None, str | None]:
-    """Return the number and first line of the last cell that started, and its error, from the executed notebook."""
+    """Return the last started cell's number, first line and error, from the executed notebook."""
     try:
         cells = [cell for cell in nbformat.read(executed, as_version=4).cells if cell.cell_type == "code"]
     except Exception:  # the file is missing, or incomplete
@@ -555,6 +560,6 @@ def _failed_cell(executed: Path) -> tuple[str | None, str | None]:
 
 
 def failure_of(point: Point, record: Mapping[str, Any]) -> str:
-    """Return a line that names the failed point, its cell, its error and its folder."""
+    """Return a line with the label of the failed point, its cell, its error and its folder."""
     cell = f" in cell {record['cell']}" if record["cell"] else ""
     return f"{record['status']}: {point.label}{cell}: {record['error']} ({point.folder})"

@@ -65,7 +65,7 @@ def read_table(path: str | Path) -> list[dict[str, Any]]:
 
 
 def columns(rows: Sequence[Row]) -> list[str]:
-    """Return all columns: parameters, repeat, status, seconds, metrics in order of first appearance, and key."""
+    """Return all columns. The order is parameters, repeat, status, seconds, metrics by first appearance, and key."""
     seen = dict.fromkeys(name for row in rows for name in row)
     return [*(name for name in seen if name not in AFTER_METRICS), *AFTER_METRICS]
 
@@ -138,7 +138,7 @@ def series_of(groups: Sequence[Group]) -> tuple[str, dict[str, dict[str, list[fl
 
 
 def as_text(groups: Sequence[Group], metric: str) -> str:
-    """Return a table with one line per group: the median, lowest and highest value."""
+    """Return a table with one line per group, which contains the median, lowest and highest value."""
     width = max([len(group.label) for group in groups], default=0)
     head = f"{'':{width}} {'median':>12} {'lowest':>12} {'highest':>12} {'repeats':>8}   {metric}"
     lines = [
@@ -157,8 +157,8 @@ class Effect:
         estimate: The median over all pairs of values, one from each group (Hodges and Lehmann, 1963).
         low: The lower end of the interval.
         high: The upper end of the interval.
-        confidence: The probability that such an interval contains the true value. With few values, it is below 0.95
-            even for the full range of the pairs. For two groups of 3 values, for example, it is 0.90.
+        confidence: The probability that such an interval contains the true value. With few values, the confidence is
+            below 0.95 even for the full range of the pairs. For two groups of 3 values, for example, it is 0.90.
         is_ratio: Whether the effect is a ratio.
     """
 
@@ -170,7 +170,7 @@ class Effect:
 
     @property
     def is_distinguishable(self) -> bool:
-        """Whether there is an interval that excludes equality (a ratio of 1 or a difference of 0)."""
+        """Whether an interval exists and excludes equality (a ratio of 1 or a difference of 0)."""
         return self.confidence > 0 and not self.low <= float(self.is_ratio) <= self.high
 
     def __str__(self) -> str:
@@ -184,9 +184,10 @@ class Effect:
 def effect_of(group: Group, baseline: Group) -> Effect:
     """Estimate the ratio of a group's values to those of a baseline.
 
-    The ends of the interval are the k-th smallest and the k-th largest of the pairs. The distribution of Mann and
-    Whitney (1947) gives their confidence: k is the largest number with a confidence of at least 95 %, or 1. The values
-    must be independent. Turns of the same launch are not independent, so their interval is too narrow.
+    The ends of the interval are the k-th smallest and the k-th largest of the pairs' values. The confidence follows
+    from the distribution of Mann and Whitney (1947). k is the largest number with a confidence of at least 95 %, or 1
+    if there is no such number. The values must be independent. Turns of the same launch are not independent, so an
+    interval computed from turns is too narrow.
 
     Args:
         group: A group with at least one value. A useful interval requires at least 3 values.
@@ -243,7 +244,7 @@ def _is_number(value: object) -> bool:
 
 
 def _of_one_type(values: Sequence[Any]) -> list[Any]:
-    """Convert a column to a single type: a mix of integers and floats becomes floats, any other mix becomes text."""
+    """Convert a column to a single type. A mix of integers and floats becomes floats; any other mix becomes text."""
     kinds = {type(value) for value in values if value is not None}
     if len(kinds) <= 1 and kinds <= {bool, int, float, str}:
         return list(values)

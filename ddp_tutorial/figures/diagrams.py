@@ -19,7 +19,7 @@ Tensors = Sequence[Sequence[int | None]]  # the numbers on each rank
 
 @styled
 def processes(parent: str, ranks: Sequence[str], between: str, title: str) -> Figure:
-    """Draw a launch's processes: the parent, the ranks that it started, and the data that the ranks exchange."""
+    """Draw a launch's parent process, the ranks that it started, and the data that the ranks exchange."""
     figure, axes = plt.subplots(figsize=(8, 3.6))
     places = [(0.5 + i) / len(ranks) for i in range(len(ranks))]
     _box(axes, (0.5, 0.85), parent, BLUE)
@@ -47,10 +47,10 @@ def _arrow(axes: Axes, start: tuple[float, float], end: tuple[float, float], sty
 def collectives(tensors: Mapping[str, tuple[Tensors, Tensors]], title: str) -> Figure:
     """Draw each rank's numbers before and after each collective, with one panel per collective.
 
-    A number's color identifies the rank that it comes from; sums are black. An empty cell contains no data.
+    A number's color identifies the rank that contributed it. Sums are black. An empty cell contains no data.
 
     Args:
-        tensors: All ranks' tensors before and after each collective. Chunk c of rank r is the number 10 r + c.
+        tensors: All ranks' tensors before and after each collective. Chunk c on rank r contains the number 10 r + c.
         title: The title of the figure.
     """
     rows = (len(tensors) + 3) // 4
@@ -161,7 +161,7 @@ def buckets(
 ) -> Figure:
     """Draw the gradients in each bucket.
 
-    Each layout is a row, each bucket a frame, and each gradient a bar.
+    Each layout is drawn as a row, each bucket as a frame, and each gradient as a bar.
 
     Args:
         layouts: The buckets in each layout. A bucket contains a (name, bytes) pair for each gradient.
@@ -199,8 +199,8 @@ def buckets(
 def sample_assignment(seen: Mapping[str, Sequence[Sequence[Sequence[int]]]], title: str) -> Figure:
     """Draw the ranks that processed each sample in each epoch, with one panel per name.
 
-    A cell shows the colors and numbers of these ranks. It is white if no rank processed the sample, and has a thick
-    frame if the sample was processed several times.
+    A cell shows the color and number of each rank that processed the sample. A white cell means that no rank processed
+    the sample. A thick frame means that the sample was processed several times.
 
     Args:
         seen: `seen[name][epoch][sample]` lists the ranks that processed the sample, including repeats.

@@ -1,4 +1,4 @@
-"""Draw a rank's computation and communication, with one box per unit."""
+"""Draw a rank's computation and communication, with one box per span."""
 
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -26,8 +26,9 @@ def lanes(panels: Mapping[str, Sequence["Span"]], title: str) -> Figure:
     """Draw spans in one panel per name, with one row per lane.
 
     All panels share one time axis in milliseconds. Time zero is the start of the panel's first span. A span's name,
-    such as "gather 2", consists of its kind, which determines the color, and the text in the box. The kinds are
-    forward, backward, all-reduce, gather and scatter. White areas are time spent waiting or on other work.
+    such as "gather 2", consists of a kind and a label. The kind determines the box's color, and the label is its text.
+    The kinds are forward, backward, all-reduce, gather and scatter. White areas are time spent waiting or on other
+    work.
     """
     rows = {name: list(dict.fromkeys(span.lane for span in spans)) for name, spans in panels.items()}
     heights = [len(each) for each in rows.values()]

@@ -17,7 +17,7 @@ import ipywidgets as widgets  # noqa: E402
 
 
 class _Choice(widgets.VBox):  # type: ignore[misc]  # ipywidgets has no type annotations
-    """Sliders above a picture. The picture is the last child."""
+    """Sliders above a picture, which is the widget's last child."""
 
     def _repr_mimebundle_(self, **kwargs: Any) -> Any:
         picture = base64.b64encode(self.children[-1].value).decode()

@@ -257,7 +257,7 @@ def intervals(
         title: The title of the figure.
         xlabel: The label of the x-axis.
         note: A function that formats a value.
-        hollow: Names whose points are hollow because there are more ranks than cores.
+        hollow: Names whose points are drawn hollow, to mark runs with more ranks than cores.
         model: Predictions by name, drawn with their relative error.
         mark: An x value at which to draw a vertical line.
         band: The legend label of the bands.
@@ -326,7 +326,7 @@ def repeats_and_medians(
     """Draw the value of each repeat as a point above the name of its group, and the group's median as a dash.
 
     Within a group, the series are side by side, and each series' points are in the order of the repeats. With
-    `from_zero`, the y-axis starts at 0, so that heights show ratios.
+    `from_zero`, the y-axis starts at 0, so that ratios of heights equal ratios of values.
     """
     figure, axes = plt.subplots(figsize=(8.5, 3.8))
     places = list(dict.fromkeys(name for groups in series.values() for name in groups))

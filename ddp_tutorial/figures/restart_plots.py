@@ -14,7 +14,7 @@ from ddp_tutorial.figures.style import BLUE, COLORS, DASHES, FAINT, GREEN, INK, 
 
 @styled
 def restart_levels(title: str) -> Figure:
-    """Draw Slurm, two agents, four workers and the checkpoint, and the restarts that each level performs."""
+    """Draw Slurm, two agents, four workers, the checkpoint, and the restarts that each level performs."""
     figure, axes = plt.subplots(figsize=(10, 4.6))
     boxes = [
         (
@@ -54,7 +54,7 @@ def attempts(
     parts: Mapping[str, tuple[Sequence[float], Sequence[float], Sequence[float]]],
     title: str,
 ) -> Figure:
-    """Draw the steps over time and the losses of a run that was killed and restarted.
+    """Draw the progress over time and the loss curve of a run that was killed and restarted.
 
     Args:
         whole: The steps and losses of the uninterrupted run.
@@ -112,7 +112,7 @@ def goodput(
 
 @styled
 def world_sizes(attempts: Sequence[Sequence[Mapping[str, Any]]], title: str) -> Figure:
-    """Draw the step over time. `attempts` lists each attempt's steps as dicts with keys time, step and size."""
+    """Draw the step over time. `attempts` lists each attempt's steps as dicts with the keys time, step and size."""
     figure, axes = plt.subplots(figsize=(9, 3.4))
     for rows in attempts:
         size = rows[0]["size"]
@@ -126,7 +126,7 @@ def world_sizes(attempts: Sequence[Sequence[Mapping[str, Any]]], title: str) -> 
 
 @styled
 def stale_address(title: str) -> Figure:
-    """Draw two attempts that share a store: in the second attempt, a fast rank reads a stale address."""
+    """Draw two attempts that share a store. In the second attempt, a fast rank reads a stale address."""
     figure, axes = plt.subplots(figsize=(9, 3.2))
     lanes = {"rank 0": 2, "store": 1, "rank 1": 0}
     messages = [

@@ -165,7 +165,7 @@ def _draw(
 
 
 def _as_points(look: dict[str, Any]) -> dict[str, Any]:
-    """Return the style of a curve with few values. Thicker line styles get larger markers on the thin line."""
+    """Return the style of a curve with few values. The markers are larger for thicker line styles."""
     size = 3.5 + 2 * look["linewidth"]
     return look | {"linewidth": 0.8, "marker": "o", "markersize": size, "markeredgewidth": 0, "zorder": 3}
 
@@ -173,7 +173,7 @@ def _as_points(look: dict[str, Any]) -> dict[str, Any]:
 def _is_in(row: Row, name: str) -> bool:
     """Return whether the row contains the metric.
 
-    A value of None also counts. It represents a non-finite value, which leaves a gap.
+    A value of None also counts as present. It represents a non-finite value, which leaves a gap.
     """
     group, _, key = name.rpartition(".")
     inside = row.get(group) if group else row

@@ -21,8 +21,8 @@ def schedules(plans: Mapping[str, Sequence[Sequence["Timed"]]], title: str, xlab
     """Draw the actions of each rank in one panel per name.
 
     All panels share one time axis. Time zero is the start of the panel's first action. A box contains the index of its
-    micro-batch. If a rank runs several stages, all stages except the first are lighter. White is idle time. Actions of
-    kind "W" occur in schedules that split the backward pass, and compute only the gradients of the weights.
+    micro-batch. If a rank runs several stages, all stages except the first are lighter. White areas are idle time.
+    Actions of kind "W" compute only the gradients of the weights. They occur in schedules that split the backward pass.
     """
     heights = [len(ranks) for ranks in plans.values()]
     size = (10, 0.9 + sum(0.45 + 0.34 * height for height in heights))

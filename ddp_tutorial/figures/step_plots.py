@@ -84,7 +84,7 @@ def gantt(timelines: Mapping[str, "Timeline"], rank: int = 0, title: str = "") -
 
 
 def profiled_steps(timeline: "Timeline") -> Figure:
-    """Draw the profiled steps of a run, with one row per rank on one time axis."""
+    """Draw the profiled steps of a run, with one row per rank and a shared time axis."""
     ranks = {f"rank {rank}": replace(timeline, ranks=[spans]) for rank, spans in enumerate(timeline.ranks)}
     return gantt(ranks, title="Profiled steps on every rank")
 
@@ -147,10 +147,11 @@ def sweeps(
     """Draw a time as a function of x, with one panel per name.
 
     A point marks the fastest measurement at an x, and a vertical line extends from the point to the median. A curve
-    shows the model. The minima of the measurements and of the model are marked, and the panel's title contains their x.
+    shows the model. The minima of the measurements and of the model are marked. The panel's title contains their x
+    values.
 
     Args:
-        measured: For each panel, the xs, and several measurements per x.
+        measured: For each panel, the x values, and several measurements per x value.
         model: For each panel, the points (xs, ys) of the model.
         title: The title of the figure.
         xlabel: The label of the x-axes.

@@ -42,7 +42,7 @@ _STYLE: dict[Any, Any] = {
 
 
 def styled(draw: Callable[Args, Figure]) -> Callable[Args, Figure]:
-    """Apply the project's style to the figures of `draw` without affecting other figures."""
+    """Apply the project's style to the figures that `draw` creates, without affecting other figures."""
 
     @wraps(draw)
     def wrapped(*args: Args.args, **kwargs: Args.kwargs) -> Figure:

@@ -1,8 +1,8 @@
 """Show the losses, the throughput and each rank's resources while a run is in progress.
 
 This module imports matplotlib, but not torch. It reads all data from the run's folder, so any process that can read the
-folder can watch the run: the notebook that started the run in a separate process, a different notebook, or a different
-machine with the same disk.
+folder can watch the run: the notebook that started the run in a separate process, a different notebook, or a process on
+a different machine that shares the disk.
 """
 
 import time
@@ -24,8 +24,8 @@ from ddp_tutorial.runs.summaries import Row, Summary, finite_number, numbers_of_
 def watch(run: str | Path, *, seconds: float = float("inf"), every: float = 1.0) -> None:
     """Show a run in a notebook and refresh the picture while the run is in progress.
 
-    The function returns when the run has ended, after `seconds` seconds, or when the cell is interrupted. An interrupt
-    does not affect the run. The last picture remains in the notebook.
+    The function returns when the run has exited, when `seconds` seconds have passed, or when the cell is interrupted.
+    An interrupt does not affect the run. The last picture remains in the notebook.
 
     Args:
         run: The run's folder.

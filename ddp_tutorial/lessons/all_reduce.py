@@ -22,8 +22,8 @@ def ring_all_reduce(world: World, tensor: torch.Tensor) -> list[Message]:
     """Sum `tensor` over all ranks, in place, around a ring. Collective.
 
     The tensor is split into one chunk per rank. In the first N - 1 rounds (the reduce-scatter), each rank sends a chunk
-    to the next rank, which adds its own values. Then each rank has one complete chunk. In the last N - 1 rounds (the
-    all-gather), the ranks pass the complete chunks around the ring.
+    to the next rank, which adds its own values. Afterwards, each rank holds one complete chunk. In the last N - 1
+    rounds (the all-gather), the ranks pass the complete chunks around the ring.
 
     A rank sends 2 (N - 1) / N of the tensor in 2 (N - 1) rounds, so the number of bytes hardly depends on the number of
     ranks. Each chunk is summed once and then copied, so the result is bitwise identical on all ranks. With a

@@ -1,4 +1,4 @@
-"""Harness of notebook 12_fault_tolerance: start a job, inject a fault at a step, and read the log of all attempts."""
+"""Start a job, inject a fault at a step, and read the log of all attempts, for notebook 12_fault_tolerance."""
 
 import json
 import os
@@ -61,7 +61,7 @@ def attempts_of(folder: Path) -> list[list[Row]]:
 
 
 def describe(attempts: Sequence[Sequence[Row]]) -> str:
-    """Return a line for each attempt, with its steps and the cost of the restart before it."""
+    """Return a line for each attempt, with the attempt's steps and the cost of the preceding restart."""
     lines: list[str] = []
     for number, attempt in enumerate(attempts):
         first, last = attempt[0], attempt[-1]
@@ -75,13 +75,13 @@ def describe(attempts: Sequence[Sequence[Row]]) -> str:
 
 
 def inject(folder: Path, rank: int, size: int, step: int, signals: Sequence[int]) -> None:
-    """Pace a step, and inject each fault that the variable FAULTS lists once, on the last of several ranks.
+    """Delay a step, and inject each fault listed in the environment variable FAULTS once, on the last of several ranks.
 
     Args:
         folder: The folder in which to record the injected faults.
         rank: This rank.
-        size: The world size. A step on one rank is slower.
-        step: The number of the completed step.
+        size: The world size. With one rank, steps take longer.
+        step: The completed step.
         signals: The signals that this rank has received.
     """
     time.sleep(0.02 if size > 1 else 0.5)

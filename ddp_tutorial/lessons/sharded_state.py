@@ -1,4 +1,4 @@
-"""Instruments of notebook 17_sharded_state: record or slow down collectives, time a model's blocks, and count bytes."""
+"""Record or slow down collectives, time a model's blocks, and count bytes, for notebook 17_sharded_state."""
 
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -27,10 +27,10 @@ class Transfer(NamedTuple):
 
     Attributes:
         kind: "all-reduce", "gather" or "scatter".
-        nbytes: The number of bytes that this rank sends, with an algorithm that sends the fewest bytes.
+        nbytes: The number of bytes that this rank sends with a bandwidth-optimal algorithm.
         ranks: The ranks of the process group.
         start: The time at which the link is free for this transfer, in seconds.
-        end: The time at which the link has carried this transfer, in seconds.
+        end: The time at which the link has completed this transfer, in seconds.
     """
 
     kind: str
@@ -43,14 +43,14 @@ class Transfer(NamedTuple):
 class Network:
     """Context manager that records this rank's collectives in `transfers`.
 
-    With `megabytes_per_second`, a gather or a scatter completes only when a link of this bandwidth would have carried
-    its bytes. The link carries one transfer at a time, while the rank computes. All-reduces are then neither slowed
-    down nor recorded; use DDP's `simulated_link` instead (see `follow`). Collectives that PyTorch starts in C++ are
-    never recorded.
+    With `megabytes_per_second`, a gather or a scatter completes only when a link of this bandwidth would have
+    transferred its bytes. The link carries one transfer at a time, while the rank computes. With this setting,
+    all-reduces are neither slowed down nor recorded; use DDP's `simulated_link` instead (see `follow`). Collectives
+    that PyTorch starts in C++ are never recorded.
     """
 
     def __init__(self, megabytes_per_second: float | None = None) -> None:
-        """Store the bandwidth; None does not slow anything down."""
+        """Store the bandwidth. With None, transfers are not slowed down."""
         self.rate = None if megabytes_per_second is None else megabytes_per_second * 1e6
         self.transfers: list[Transfer] = []
         self._free = 0.0  # the time at which the link has carried all transfers so far
@@ -167,7 +167,7 @@ def spans(computed: Mapping[str, Sequence[float]], transfers: Iterable[Transfer]
 
 
 class TimedStep(NamedTuple):
-    """A timed step: its duration in seconds, the result of `watch`, and the network transfers."""
+    """A timed step, with its duration in seconds, the result of `watch`, and the network transfers."""
 
     seconds: float
     computed: dict[str, list[float]]
@@ -182,7 +182,8 @@ def fastest(
 ) -> dict[str, TimedStep]:
     """Run the steps in turn, and return each step's fastest repeat, excluding the first repeat. Collective.
 
-    In its first step, the package also checks the loss function, which takes additional forward passes.
+    The first repeat is excluded because the package's first step also checks the loss function, which requires
+    additional forward passes.
     """
     found: dict[str, TimedStep] = {}
     for number, (name, step) in enumerate(list(steps.items()) * (1 + repeats)):

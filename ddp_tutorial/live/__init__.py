@@ -1,6 +1,6 @@
 """Inspect and change running ranks between calls.
 
-- `pool` defines `Ranks`: ranks that keep their variables between calls and recover from errors, interrupts and hangs.
+- `pool` defines `Ranks`, which keep their variables between calls and recover from errors, interrupts and hangs.
 - `controller` manages all ranks of a pool, and `worker_handle` manages one rank.
 - `backends` starts the processes on this machine or on the hosts of a cluster (`hosted`).
 - `worker` contains the code that runs in each rank.

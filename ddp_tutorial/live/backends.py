@@ -79,7 +79,7 @@ class LocalBackend:
         self.store: dist.TCPStore | None = None
 
     def open(self) -> None:
-        """Create the store, which must exist for as long as the ranks."""
+        """Create the store, which must outlive the ranks."""
         self.store = loopback_store(self.n)
 
     def check(self, ranks: Sequence[int]) -> None:
@@ -122,11 +122,11 @@ class LocalBackend:
 
 
 class ClusterBackend:
-    """Backend whose ranks run on the nodes of a cluster, the same number on each node.
+    """Backend that runs the same number of ranks on each node of a cluster.
 
     The ranks rendezvous at rank 0, inside the cluster's network, and use a new port each time. If the cluster is not
-    running, the backend starts it and stops it with the pool. A cluster that is already running is neither changed nor
-    stopped.
+    running, the backend starts it, and stops it together with the pool. A cluster that is already running is neither
+    changed nor stopped.
     """
 
     def __init__(self, n: int, cluster: Cluster) -> None:
@@ -167,13 +167,17 @@ class ClusterBackend:
         """
         if not self.cluster.is_up:
             if not self.is_ours:
-                raise ConfigError("the cluster of these ranks has stopped")
+                raise ConfigError(
+                    "the cluster that runs these ranks has stopped: create a new Cluster and a new Ranks object"
+                )
             self.open()
         if off := [name for rank in ranks if (name := self.node_of(rank)) in self.cluster.off]:
-            raise ConfigError(f"{off[0]} has been killed and cannot be restarted. `stop` terminates the other ranks")
+            raise ConfigError(
+                f"{off[0]} has been killed and cannot be restarted. To terminate the other ranks, use `stop`"
+            )
 
     def start(self, workers: Sequence[WorkerHandle], settings: Mapping[str, Any], environ: Mapping[str, str]) -> None:
-        """Fork one process for each worker on its node, from a process that has already imported torch."""
+        """Fork each worker's process on its node, from a process that has already imported torch."""
         common = {
             "WORLD_SIZE": self.n,
             "LOCAL_WORLD_SIZE": self._each,
@@ -218,7 +222,7 @@ class ClusterBackend:
 class NodeProcess:
     """A rank's process on a node, with the methods of `multiprocessing.Process` that a pool needs.
 
-    The process is not a child of this process. Its exit code arrives through a pipe. The pipe closes when the process
+    The process is not a child of this process. Its exit code is sent through a pipe. The pipe closes when the process
     exits, and also when the whole cluster stops.
     """
 

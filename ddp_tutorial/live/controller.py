@@ -109,10 +109,11 @@ class Controller:
             self._form_group()
 
     def _form_group(self) -> None:
-        """Form a new process group of all ranks, in place of the current group.
+        """Replace the current process group with a new group of all ranks.
 
         Raises:
-            RankError: If a rank failed, or did not join within `MEET_SECONDS`. Ranks that are still trying are killed.
+            RankError: If a rank failed, or did not join within `MEET_SECONDS`. Ranks that are still trying to join are
+                killed.
         """
         self._has_group = False
         pids = self._place.pids(self._workers)
@@ -135,7 +136,7 @@ class Controller:
         Args:
             kind: Name of the request.
             *content: Arguments of the request.
-            on: Ranks that run the request. Default: all ranks.
+            on: Ranks that run the request. The default is all ranks.
 
         Raises:
             RuntimeError: If a different thread is using the ranks.
@@ -143,7 +144,7 @@ class Controller:
             CollectiveError: If a rank waited in a collective that a different rank did not enter.
         """
         if not self._busy.acquire(blocking=False):
-            raise RuntimeError("the ranks are busy with a call from a different thread")
+            raise RuntimeError("the ranks are busy with a call from a different thread: wait until it finishes")
         try:
             with _interrupts_recorded() as interrupts:
                 return self._call_of(self._chosen(on), interrupts, kind, *content)
@@ -241,7 +242,7 @@ class Controller:
         return None
 
     def _end_call(self, workers: Sequence[WorkerHandle]) -> None:
-        """Interrupt the workers that have not finished the call. Wake, and finally kill, unresponsive workers."""
+        """Interrupt the workers that have not finished the call. Wake unresponsive workers, and finally kill them."""
         for each in workers:
             each.was_terminated = each.is_busy
         for seconds, wake in ((0.3, False), (REACT_SECONDS / 2, True), (REACT_SECONDS / 2, True)):
@@ -315,7 +316,7 @@ class Controller:
     def _recover(self, workers: Sequence[WorkerHandle]) -> list[str]:
         """Recover from a failed call, and return sentences that describe the recovery.
 
-        If a rank has died, the other ranks leave the process group. If the ranks are out of step, they form a new
+        If a rank has exited, the other ranks leave the process group. If the ranks are out of step, they form a new
         group.
         """
         if any(each.death for each in self._workers):
@@ -354,7 +355,7 @@ class Controller:
         self._kill([each for each in workers if each.is_busy])
 
     def _are_in_step(self, workers: Sequence[WorkerHandle]) -> bool:
-        """Return whether every rank has finished the same collectives, and none of them failed.
+        """Return whether every rank has finished the same collectives, without any failed collective.
 
         A woken rank counts as out of step even if it reports no error, because the interrupt may have arrived before
         gloo's error.
@@ -370,10 +371,10 @@ class Controller:
         return {rank: each if isinstance(each, RankStatus) else None for rank, each in answers.items()}
 
     def _ask(self, what: str, seconds: float) -> dict[int, Answer | None]:
-        """Ask all live ranks a question at the same time, even while they run a call.
+        """Send a query to all running ranks at once, even while they execute a call.
 
         Returns:
-            Dict from rank to answer, or to None if the rank has not answered within `seconds`.
+            Dict from rank to answer, or to None if the rank has not replied within `seconds`.
         """
         self._question += 1
         number = self._question

@@ -1,4 +1,4 @@
-"""Show a cell's displayed values, figures and last expression on each rank."""
+"""Show a cell's displayed values, figures and last expression for each rank."""
 
 import sys
 from base64 import b64encode

@@ -1,4 +1,4 @@
-"""The matplotlib backend of live ranks. It displays figures in the same way as other cell output."""
+"""Implement the matplotlib backend of a pool's ranks, which displays figures like other cell output."""
 
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure

@@ -1,4 +1,4 @@
-"""Notebook magics for live ranks: `%load_ext ddp_tutorial`, then `%ranks` and `%%ranks`. `%ranks?` shows their help."""
+"""Define the notebook magics `%ranks` and `%%ranks`, which `%load_ext ddp_tutorial` loads. `%ranks?` shows help."""
 
 import argparse
 import re
@@ -104,7 +104,7 @@ class RankMagics(Magics):
         asked = vars(parser.parse_args(arguments))
         nodes, rate, delay = (asked.pop(name) for name in ("nodes", "rate", "delay"))
         if nodes is None and (rate or delay):
-            raise MagicError("--rate and --delay apply to the links between nodes: add, for example, --nodes 2")
+            raise MagicError("--rate and --delay require several nodes: add, for example, --nodes 2")
         cluster = None if nodes is None else Cluster(nodes, rate, delay)
         pool = Ranks(asked.pop("n"), cluster=cluster, **asked)
         self.end()
@@ -128,7 +128,7 @@ class RankMagics(Magics):
         self.end()
 
     def restart(self, arguments: Sequence[str]) -> None:
-        """Restart the dead ranks, or all ranks with `--all` or if no rank is dead."""
+        """Restart the dead ranks. With `--all`, or if no rank is dead, restart all ranks."""
         pool = self._alive()
         restarted = pool.restart(everything="--all" in arguments or None)
         if len(restarted) == pool.n:
@@ -193,7 +193,7 @@ class RankMagics(Magics):
         self.pool = None
 
     def complete(self, text: str) -> list[str]:
-        """Return the completions of `text` among rank 0's names."""
+        """Return the names on rank 0 that complete `text`."""
         found: list[str] = self._alive().ask("names", text)
         return found
 

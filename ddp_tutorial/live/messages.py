@@ -1,4 +1,4 @@
-"""Define messages between a pool and its ranks about a rank's progress and the outcome of a call."""
+"""Define the messages between a pool and its ranks, which report the progress and the results of calls."""
 
 import os
 from dataclasses import dataclass, field
@@ -57,8 +57,8 @@ class Snapshot:
     """The progress of a rank.
 
     Attributes:
-        progress: For each process group, the numbers of the last collective that the rank entered and of the last one
-            that it finished.
+        progress: Dict from process group to two numbers, those of the last entered collective and of the last finished
+            collective.
     """
 
     progress: dict[str, tuple[int, int]] = field(default_factory=dict)

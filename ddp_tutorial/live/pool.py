@@ -1,4 +1,4 @@
-"""Persistent ranks that are started once and called many times.
+"""Start persistent ranks once, and call them many times.
 
     with Ranks(2) as ranks:
         ranks.execute("import torch, torch.distributed as dist; x = torch.tensor(world.rank)")
@@ -73,7 +73,8 @@ class Ranks(Controller):
         Args:
             n: Number of ranks.
             cluster: Cluster on whose nodes the ranks run, on the CPU only. Each node runs the same number of ranks. If
-                the cluster is not running, such as `Cluster(2, "1gbit")`, the pool starts it, and `stop` stops it.
+                the cluster is not running, as in `cluster=Cluster(2, "1gbit")`, the pool starts it, and `stop` stops
+                it.
             threads: Number of torch threads per rank. By default, the cores of this machine are divided evenly.
             device: "cpu", "cuda" or "auto", as for `launch`.
             backend: "gloo", "nccl" or "auto", as for `launch`.
@@ -159,7 +160,7 @@ class Ranks(Controller):
 
         Args:
             code: Source code.
-            on: Ranks that run the code. Default: all ranks.
+            on: Ranks that run the code. The default is all ranks.
             name: File name for tracebacks.
             cell: Text of the whole notebook cell.
             offset: Number of lines in `cell` before `code`.
@@ -198,7 +199,7 @@ class Ranks(Controller):
         self._call("nothing")
 
     def ask(self, kind: str, *content: Any, rank: int = 0) -> Any:
-        """Send a completion or inspection request to one idle rank, and return the answer."""
+        """Send a completion or inspection request to one idle rank, and return the reply."""
         return self._call(kind, *content, on=[rank])[rank]
 
     def status(self) -> list[dict[str, Any]]:
@@ -221,7 +222,7 @@ class Ranks(Controller):
         return found
 
     def restart(self, *, everything: bool | None = None) -> list[int]:
-        """Restart dead ranks, or all ranks if none is dead, and form a new process group.
+        """Restart the dead ranks, or all ranks if no rank is dead, and form a new process group.
 
         The other ranks keep their variables.
 

@@ -1,4 +1,4 @@
-"""Write the cells that ranks have run as one script for torchrun."""
+"""Export the cells that ranks have run to one script for torchrun."""
 
 import ast
 import io

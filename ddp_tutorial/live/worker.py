@@ -1,8 +1,8 @@
-"""Run one rank of a pool, in a process that executes calls, keeps their variables, and can abort blocked calls.
+"""Run one rank of a pool, which executes calls, keeps variables between calls, and can abort blocked calls.
 
-The main thread runs the calls. Meanwhile, a second thread answers questions about this rank's progress and interrupts
-Python code. It can also wake the main thread from a collective that will never finish, by closing the connections to
-the other ranks.
+The main thread runs the calls. Meanwhile, a second thread replies to queries about this rank's progress and can
+interrupt Python code. It can also wake the main thread from a collective that will never finish, by closing the
+connections to the other ranks.
 """
 
 import ast
@@ -113,7 +113,7 @@ class Worker:
         """Raise `KeyboardInterrupt` in a call if the pool requested it.
 
         The terminal or the kernel may send an interrupt to all processes. Such an interrupt has no effect here, because
-        the pool receives it too, and then requests one.
+        the pool also receives it, and then requests an interrupt.
         """
         asked, self.interrupted = self.interrupted, False
         if asked and self.interruptible:
@@ -136,7 +136,7 @@ class Worker:
         self.group.__enter__()
 
     def do_leave(self) -> None:
-        """Leave the process group, even if a collective is in progress. Ranks that wait for this rank get an error."""
+        """Leave the process group, even during a collective. Ranks that wait for this rank receive an error."""
         group, self.group = self.group, None
         if dist.is_initialized():
             self.oldest = max(map(int, progress()), default=-1) + 1
@@ -154,7 +154,8 @@ class Worker:
             offset: Number of lines in `cell` before `source`.
 
         Returns:
-            None if the cell does not end with an expression, or if its value is None.
+            The representation, or None if the cell does not end with an expression, or if the expression's value is
+            None.
         """
         linecache.cache[name] = (len(cell), None, [f"{line}\n" for line in cell.split("\n")], name)
         if "IPython" in source:
@@ -192,7 +193,7 @@ class Worker:
         self.names.update(pickle.loads(values))
 
     def do_names(self, text: str) -> list[str]:
-        """Return the completions of `text`: names, or attributes after a dot."""
+        """Return the names that complete `text`, or the attributes if `text` contains a dot."""
         from rlcompleter import Completer
 
         completer, found = Completer(self.names), list[str]()
@@ -236,9 +237,9 @@ class Worker:
         return RankStatus(entered, standing_lines(self.main_thread), is_busy, group_ranks(), state)  # type: ignore[arg-type]
 
     def _wake(self) -> None:
-        """Wake the main thread from native code. A lost connection is the only way to abort a gloo collective.
+        """Wake the main thread if it is blocked in native code.
 
-        With NCCL, the communicators are aborted instead.
+        A lost connection is the only way to abort a gloo collective. With NCCL, the communicators are aborted instead.
         """
         if self.world.backend == "nccl":
             with suppress(Exception):

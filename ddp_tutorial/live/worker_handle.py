@@ -48,7 +48,7 @@ class WorkerHandle:
     # ------------------------------------------------------------------------------------------------------- pipes
 
     def open_pipes(self, theirs: ExitStack) -> tuple[int, int, int, int]:
-        """Create the pipes, and return the rank's ends: output, messages, requests, control.
+        """Create the pipes, and return the rank's ends in the order output, messages, requests, control.
 
         Args:
             theirs: Exit stack that closes the rank's ends in this process.
@@ -80,7 +80,7 @@ class WorkerHandle:
             selector.register(fd, selectors.EVENT_READ, handler)
 
     def close(self, selector: selectors.BaseSelector) -> None:
-        """Close the pool's ends of the pipes. The rank exits by itself when its control pipe is closed, if it can."""
+        """Close the pool's ends of the pipes. If the rank can still run, it exits when its control pipe is closed."""
         if self._closed:  # the descriptor numbers may have been reused
             return
         self._closed = True
@@ -97,7 +97,7 @@ class WorkerHandle:
             self._request.put((number, kind, *content), selector)
 
     def control(self, *message: Any) -> bool:
-        """Send a message to the rank's control thread. Never blocks.
+        """Send a message to the rank's control thread, without blocking.
 
         Returns:
             Whether the message was sent. It is not sent if the rank is dead, or if the pipe is full because the rank
@@ -110,7 +110,7 @@ class WorkerHandle:
         return False
 
     def ask(self, what: str, number: int) -> None:
-        """Ask the rank's control thread to "look" or to "stand". The answer contains the same number."""
+        """Send the request "look" or "stand" to the rank's control thread. The answer contains the same number."""
         if self.control(what, number):
             self.asked = number
 
@@ -181,17 +181,17 @@ class WorkerHandle:
     def cause_order(self) -> tuple[int, float]:
         """Sort key that finds the cause of a failure. The smallest key is the most likely cause.
 
-        The order is: exceptions that a rank raised by itself, by time; deaths; lost connections.
+        The order is as follows: exceptions that a rank raised by itself, by time; ranks that exited; lost connections.
         """
         if self.failure is None:
             return (1 if self.death else 3), 0.0
         return (2 if lost_connection(self.failure.raised.message) else 0), self.failure.at
 
     def waited_for(self, now: float) -> float:
-        """Return the time in seconds that this rank has waited in its current collective, according to its last answer.
+        """Return how long this rank has waited in its current collective, according to its last answer.
 
         Returns:
-            0.0 if the rank is not waiting.
+            The time in seconds, or 0.0 if the rank is not waiting.
         """
         return now - self._since if self._seen is not None and self._seen.waits else 0.0
 
@@ -268,5 +268,5 @@ class WorkerHandle:
 
 
 def describe_output(text: str) -> str:
-    """Replace the file names of cells in an error text with the notebook's names."""
+    """Replace the file names of cells in an error text with the labels that the notebook shows."""
     return re.sub(r'File "((?:Cell In\[\d+\]|call \d+))"', r"\1", rename_cells(text))

@@ -30,7 +30,7 @@ class CountingLink:
 
     @property
     def observer(self) -> Callable[[Transfer], object] | None:
-        """A function that is called with each completed all-reduce."""
+        """The function that is called with each completed all-reduce, or None."""
         return self.link.observer
 
     @observer.setter
@@ -52,7 +52,7 @@ def average(world: World, link: Link, tensors: Sequence[torch.Tensor], name: str
 
     Args:
         world: The ranks.
-        link: Performs the all-reduces.
+        link: The link that performs the all-reduces.
         tensors: The tensors, of any shapes.
         name: The name of the all-reduce for the observer of the link.
     """

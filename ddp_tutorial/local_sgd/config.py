@@ -45,7 +45,8 @@ def require_rounds(strategy: str, config: LocalConfig, steps: int | None) -> Non
         return
     if strategy == "post_local_sgd" and not config.begin:
         raise ValueError(
-            "'local.begin' must be at least 1 for strategy post_local_sgd, which first averages gradients, got 0"
+            "'local.begin' must be at least 1 for strategy post_local_sgd, got 0: "
+            "this strategy averages gradients first"
         )
     if steps is not None and config.begin + config.round > steps:
         after = f" after 'local.begin' = {config.begin}" if config.begin else ""

@@ -10,9 +10,9 @@ from ddp_tutorial.world import World
 
 
 class RoundLoss(StepLoss):
-    """A `StepLoss` that communicates only in steps with `exchanges`.
+    """A `StepLoss` that communicates only in steps in which `exchanges` is true.
 
-    In the other steps, the totals are this rank's own totals times the number of ranks, and stop flags are stored until
+    In other steps, the totals are this rank's own totals multiplied by the number of ranks. Stop flags are stored until
     the next exchange.
 
     Attributes:
@@ -27,7 +27,7 @@ class RoundLoss(StepLoss):
         self._stop_flags = 0.0  # the largest since the last exchange
 
     def reduce(self, stop_flags: float = 0.0, path: int = 0) -> None:
-        """Start the all-reduce of the totals and the stop flags. Collective in a step with `exchanges`."""
+        """Start the all-reduce of the totals and the stop flags. Collective if `exchanges` is true."""
         self._stop_flags = max(self._stop_flags, stop_flags)
         if self.exchanges:
             super().reduce(self._stop_flags, path)
@@ -40,7 +40,7 @@ class RoundLoss(StepLoss):
         """Return the totals, and correct the gradients of `parameters` if the expected count was wrong.
 
         Raises:
-            ValueError: In a step with `exchanges`, on all ranks, if the count over all ranks is zero.
+            ValueError: On all ranks, if `exchanges` is true and the count over all ranks is zero.
         """
         if not self.is_local:
             return super().finish(parameters)

@@ -5,8 +5,8 @@
     velocity = momentum * velocity + difference
     weights = start - learning_rate * (difference + momentum * velocity)        Nesterov momentum
 
-With a learning rate of 1 and no momentum, the new weights are the mean, which is local SGD. The paper uses 0.7 and 0.9,
-with AdamW as the inner optimizer.
+With a learning rate of 1 and no momentum, the new weights are the mean, as in local SGD. The paper uses a learning rate
+of 0.7 and a momentum of 0.9, with AdamW as the inner optimizer.
 """
 
 from collections.abc import Sequence
@@ -45,7 +45,7 @@ class OuterNesterov:
     def step(self) -> None:
         """Take an outer step at the end of a round.
 
-        Before the call, the parameters must be the mean over all ranks. The step replaces these parameters with the
+        Before the call, the parameters must equal the mean over all ranks. The step replaces these parameters with the
         initial weights of the next round.
         """
         for name, parameter in self.named:

@@ -26,7 +26,7 @@ class AveragedModelState:
 
         Args:
             module: The model.
-            whole: Returns a context manager in which the model contains the averaged weights.
+            whole: A function that returns a context manager. Within its block, the model contains the averaged weights.
         """
         self.module, self.full_parameters = module, whole
 
@@ -43,7 +43,7 @@ class AveragedModelState:
 class LocalWeightsState:
     """The state of this rank's weights and buffers within a round.
 
-    At the end of a round, the state contains no weights, because all ranks have the averaged weights.
+    At the end of a round, the state contains no weights, because all ranks hold the averaged weights.
     """
 
     def __init__(self, module: nn.Module, world: World, rounds: Rounds, alone: Callable[[], int]) -> None:
@@ -52,8 +52,8 @@ class LocalWeightsState:
         Args:
             module: The model.
             world: The ranks.
-            rounds: Defines when a round ends.
-            alone: Returns the number of steps that this rank has taken in the current round.
+            rounds: The rounds, which define when a round ends.
+            alone: A function that returns the number of steps that this rank has taken in the current round.
         """
         self.module, self.world, self.rounds, self.alone = module, world, rounds, alone
 
@@ -80,7 +80,7 @@ class LocalWeightsState:
             self.module.load_state_dict(state["weights"])
 
     def load_resharded(self, states: Sequence[State], step: int) -> None:
-        """Do nothing at the end of a round, because all ranks have the averaged weights.
+        """Do nothing at the end of a round, because all ranks hold the averaged weights.
 
         Raises:
             CheckpointError: If the checkpoint was saved within a round, because the ranks' weights differ and cannot be

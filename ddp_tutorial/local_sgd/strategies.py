@@ -1,17 +1,17 @@
 """Define local SGD, post-local SGD, and DiLoCo as strategies for the trainer.
 
-Within a round, the weights of the ranks differ. Evaluation and export use the mean over the ranks. At the end of a
-round, every rank has this mean or, with DiLoCo, the outer parameters. Within a round, the mean is computed on demand:
-the weights are all-reduced once more, and then each rank restores its own weights. Therefore, evaluating and saving do
-not affect the training. The last round of a run may be shorter. In that case, the run's final model is the mean, and
-DiLoCo takes no outer step.
+Within a round, the ranks' weights differ. Evaluation and export use the mean over the ranks. At the end of a round,
+every rank holds this mean or, with DiLoCo, the outer parameters. Within a round, the mean is computed on demand. The
+weights are all-reduced once more, and then each rank restores its own weights. Therefore, evaluating and saving do not
+affect the training. The last round of a run may be shorter. In that case, the run's final model is the mean, and DiLoCo
+takes no outer step.
 
-Any optimizer can be the inner optimizer. Its state belongs to one rank and is never averaged.
+Any optimizer can be the inner optimizer. Each rank keeps its own optimizer state, which is never averaged.
 
 Within a round, the ranks do not communicate at all, so the latency of the link does not matter. Each rank trains on its
 own mean loss, which is also the loss that it logs. In the last step of a round, the ranks exchange the totals of the
 loss and the stop flags, during the backward pass. A rank with a non-finite gradient reports it when the ranks average
-their weights, and then all ranks raise the same error. Float16 is an exception: the ranks must agree on the loss scale,
+their weights, and then all ranks raise the same error. Float16 is an exception. The ranks must agree on the loss scale,
 so they communicate in every step.
 """
 
@@ -48,7 +48,7 @@ class UnsyncedModel(DataParallel):
 
 
 class LocalSGD:
-    """Local SGD: each rank takes `round` steps on its own, and then all ranks average their weights."""
+    """A strategy in which each rank takes `round` local steps before all ranks average their weights."""
 
     link: Link | None
 
@@ -70,7 +70,7 @@ class LocalSGD:
             world: The ranks.
             loss: The loss function.
             config: The length of a round, and the other options of the strategy.
-            link: Performs the all-reduces of the weights.
+            link: The link that performs the all-reduces of the weights.
             accumulation: The number of micro-batches per step on each rank.
             precision: The mixed-precision settings.
         """
@@ -111,8 +111,8 @@ class LocalSGD:
         """Compute the gradient of this rank's mean loss.
 
         Returns:
-            The totals of all ranks in the last step of a round, which is collective. In other steps, this rank's totals
-            times the number of ranks.
+            The totals of all ranks, in the last step of a round, which is collective. In other steps, this rank's
+            totals multiplied by the number of ranks.
         """
         self.loss.is_local = True
         self.loss.exchanges = self.exchanges_each_step or self.rounds.ends_round(self.updates + 1)
@@ -121,8 +121,8 @@ class LocalSGD:
     def norm(self, gradients: Sequence[torch.Tensor]) -> torch.Tensor:
         """Return the norm of this rank's own gradient, for clipping.
 
-        A non-finite gradient is replaced with zeros, and its norm with 0. When the ranks average their weights, all of
-        them raise an error.
+        A non-finite gradient is replaced with zeros, and its norm with 0. When the ranks average their weights, all
+        ranks raise an error.
         """
         own = get_total_norm(gradients)
         if self.exchanges_each_step or own.isfinite():
@@ -168,17 +168,17 @@ class LocalSGD:
         return [parameter for _, parameter in self.alone.trainable]
 
     def sync_buffers(self) -> None:
-        """Do nothing, because each rank has its own buffers in a round. `full_parameters` uses rank 0's buffers."""
+        """Do nothing, because each rank keeps its own buffers in a round. `full_parameters` uses rank 0's buffers."""
 
     def evaluation_weights(self) -> AbstractContextManager[object]:
-        """Return a context manager in which the model contains the averaged weights."""
+        """Return a context manager that loads the averaged weights into the model."""
         return self.full_parameters()
 
     @contextmanager
     def full_parameters(self) -> Iterator[nn.Module]:
         """Load the averaged weights and rank 0's buffers into the model for the duration of the block. Collective.
 
-        After the block, the model has this rank's own weights and buffers again.
+        After the block, this rank's own weights and buffers are restored.
         """
         if self._is_mean or not self.local_steps:
             yield self.module
@@ -215,7 +215,7 @@ class LocalSGD:
 
 
 class PostLocalSGD(LocalSGD):
-    """Post-local SGD: average gradients in the first `begin` steps, like `FlatDDP`, and then continue as local SGD."""
+    """Local SGD that averages gradients in the first `begin` steps, like `FlatDDP`, and weights in later rounds."""
 
     def __init__(self, model: nn.Module, world: World, *others: Any, **named: Any) -> None:
         """Accept the same arguments as `LocalSGD`. Collective."""
@@ -223,7 +223,7 @@ class PostLocalSGD(LocalSGD):
         self.together = FlatDDP(model, world, self.counted, find_unused_parameters=True)
 
     def backward(self, batches: Sequence[Any], stop_flags: float = 0.0) -> Totals:
-        """Compute the gradient. The first `begin` steps average it over all ranks and are collective."""
+        """Compute the gradient. The first `begin` steps average the gradient over all ranks and are collective."""
         if self.updates >= self.rounds.begin:
             return super().backward(batches, stop_flags)
         self.loss.is_local, self.loss.exchanges = False, True

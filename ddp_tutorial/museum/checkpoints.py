@@ -102,7 +102,7 @@ def resumes_at_the_next_epoch(world: World, folder: Path) -> Result:
 
 
 def starts_the_epoch_anew(world: World, folder: Path) -> Result:
-    """Save within an epoch, but start the epoch over after a resume."""
+    """Save in the middle of an epoch, but start the epoch over after a resume."""
     model, epoch, path = ddp(), 0, folder / "now.pt"
     optimizer = Adam(model.parameters(), lr=0.01)
     if path.exists():
@@ -151,7 +151,7 @@ def takes_the_last_step(world: World, folder: Path) -> Result:
 
 
 def takes_the_last_name(world: World, folder: Path) -> Result:
-    """Sort names as text, so that "step-12" comes before "step-2"."""
+    """Sort file names as text, which puts "step-12" before "step-2"."""
     model = ddp(nn.LayerNorm(8))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
     found = sorted(folder.glob("step-*.pt"))
@@ -196,7 +196,7 @@ def writes_beside_the_last_one(world: World, folder: Path) -> Result:
 
 
 def writes_two_files(world: World, folder: Path) -> Result:
-    """Write two files, each atomically, so the files may be from different steps."""
+    """Write two files separately, each atomically, so a crash can leave files from different steps."""
     model, start = ddp(), 0
     optimizer = Adam(model.parameters(), lr=0.01)
     if (folder / "model.pt").exists() and (folder / "optimizer.pt").exists():
@@ -299,7 +299,7 @@ def drops_the_random_state(world: World, folder: Path) -> Result:
 
 
 def restores_random_numbers_too_early(world: World, folder: Path) -> Result:
-    """Ignore that the loader draws a random number when its loop starts, which changes the dropout masks."""
+    """Restore the random state before the loader draws a random number. The draw changes the dropout masks."""
     model, start, path = ddp(nn.Dropout(0.3)), 0, folder / f"rank-{world.rank}.pt"
     torch.manual_seed(50 + world.rank)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

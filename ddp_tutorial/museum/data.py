@@ -1,4 +1,4 @@
-"""Bugs with samples that are used twice, never, or in the wrong split."""
+"""Bugs that use samples twice, never, or in the wrong split."""
 
 import random
 from collections.abc import Iterator
@@ -61,7 +61,7 @@ def skips_batches_of_its_own(world: World) -> Result:
 class _Stream(IterableDataset[int]):
     """Stream of this rank's sample indices from 0 to 23, one reader after another.
 
-    The bug: the indices are already sharded by rank, but the readers shard them again, over the readers of all ranks.
+    The bug is that the indices are already sharded by rank, but are sharded again across the readers of all ranks.
     """
 
     def __init__(self, world: World, readers: int) -> None:
@@ -104,7 +104,7 @@ def reads_its_share(world: World) -> Result:
 
 
 def shares_out_with_another_order(world: World) -> Result:
-    """Take every second sample on each rank, but from a different order per rank."""
+    """Take every second sample on each rank, but from a different order on each rank."""
     order = torch.randperm(24, generator=torch.Generator().manual_seed(world.rank)).tolist()
     return {"seen": order[world.rank :: world.size]}
 
@@ -144,7 +144,7 @@ def sets_the_epoch(world: World) -> Result:
 
 
 def reseeds_in_each_epoch(world: World) -> Result:
-    """Set the seed for a reproducible order, but at the start of every epoch."""
+    """Set the seed to make the order reproducible, but set it again in every epoch."""
     orders: list[list[int]] = []
     for _ in range(2):
         torch.manual_seed(5)

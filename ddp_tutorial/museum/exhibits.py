@@ -1,4 +1,4 @@
-"""All bugs, by subject."""
+"""Collect all bugs, by topic."""
 
 from ddp_tutorial.museum.accumulation import ACCUMULATION
 from ddp_tutorial.museum.checkpoints import CHECKPOINTS

@@ -1,4 +1,4 @@
-"""Bugs that make gradients differ from those of the global batch."""
+"""Bugs that make gradients differ from the global batch's gradients."""
 
 import torch
 import torch.distributed as dist

@@ -204,7 +204,7 @@ def _division(stage: Stage, program: Program) -> str:
 
 
 def _difference(first: Mapping[str, Any], second: Mapping[str, Any], of_first: str, of_second: str) -> str:
-    """Describe the difference between the numbers and tensors in two results. Returns "" if they are equal.
+    """Describe the difference between the numbers and tensors in two results. Return "" if they are equal.
 
     Strings, such as folder names, may differ between runs.
     """
@@ -280,7 +280,7 @@ def _errors(stage: Stage, program: Program) -> str:
 
 
 def _cuts(stage: Stage, program: Program) -> str:
-    """Kill the program after each step and in each write, resume, and compare with an uninterrupted run.
+    """Kill the program after each step and in each write, resume it, and compare it with an uninterrupted run.
 
     Each rank runs the program on its own, because a kill on one rank terminates all ranks anyway.
     """
@@ -326,7 +326,7 @@ def _after_a_cut(whole: Outcome, first: Outcome, second: Outcome) -> str:
 
 
 def _touch_in_reverse(folder: Path) -> None:
-    """Reverse the files' modification times, as a copy may do: the first file written becomes the newest."""
+    """Reverse the files' modification times, as copying may do. The first file written becomes the newest."""
     paths = sorted(folder.iterdir(), key=lambda path: path.stat().st_mtime_ns)
     for age, path in enumerate(paths):
         os.utime(path, (10**9 - age, 10**9 - age))
@@ -377,7 +377,7 @@ def _check(stage: Stage, program: Program) -> str:
 
 
 def _replica() -> tuple[nn.Module, torch.optim.Optimizer, dict[str, torch.Tensor]]:
-    """Return a model and its optimizer after a step, equal on all ranks, and some of their tensors by name."""
+    """Return a model and its optimizer after a step, identical on all ranks, and some of their tensors by name."""
     torch.manual_seed(0)
     model = nn.Sequential(first := nn.Linear(4, 2), nn.Linear(2, 1)).double()
     optimizer = torch.optim.Adam(model.parameters(), lr=0.01)

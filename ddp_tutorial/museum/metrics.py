@@ -184,7 +184,7 @@ def compares_with_rank_zero(world: World, model: nn.Module, optimizer: Optimizer
 
 
 def _tensors(state: object, name: str = "", depth: int = 9) -> dict[str, torch.Tensor]:
-    """Return the tensors in nested dictionaries by their path, down to a depth."""
+    """Return the tensors in nested dictionaries, keyed by path, up to the given depth."""
     if isinstance(state, torch.Tensor):
         return {name: state}
     if not isinstance(state, dict) or not depth:

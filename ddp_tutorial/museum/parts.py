@@ -39,7 +39,7 @@ class Exhibit:
 
 
 def _data() -> TensorDataset:
-    """Return 24 samples: indices, inputs [4] and targets [1], in double precision so that sums can be compared."""
+    """Return 24 samples with indices, inputs [4] and targets [1], in double precision so that sums can be compared."""
     x = torch.randn(24, 4, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     return TensorDataset(torch.arange(24), x, x.sum(1, keepdim=True).sin() + 2 * (x[:, :1] > 0))
 
@@ -48,7 +48,7 @@ DATA = _data()
 
 
 def net(*layers: nn.Module) -> nn.Sequential:
-    """Return a model with fixed weights: 4 inputs, `layers` in the middle, 1 output."""
+    """Return a model with fixed weights, 4 inputs, `layers` in the middle, and 1 output."""
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(4, 8), nn.Tanh(), *layers, nn.Linear(8, 1)).double()
 

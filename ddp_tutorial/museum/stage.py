@@ -1,7 +1,7 @@
 """Test harness that runs many programs per launch, on all ranks or on a single rank, optionally with faults.
 
-A program calls `torch.distributed` as usual. Each run uses a new default group with a timeout of `PATIENCE` seconds
-instead of half an hour, or a single-rank group if the run uses one process. A run that hangs is therefore aborted soon,
+A program calls `torch.distributed` as usual. Each run uses a new default group, or a single-rank group if the run uses
+one process. A group's timeout is `PATIENCE` seconds instead of half an hour. A run that hangs is therefore aborted soon
 and does not affect the next run.
 """
 
@@ -125,7 +125,7 @@ class Stage:
         return outcomes
 
     def folder(self) -> Path:
-        """Create a new folder, the same on all ranks."""
+        """Create a new folder, and return its path, which is the same on all ranks."""
         folder = self.scratch / str(next(self._folders))
         folder.mkdir(exist_ok=True)
         return folder
@@ -137,7 +137,7 @@ class Stage:
         return self._kept[key]
 
     def _diagnosed(self, group: dist.ProcessGroup, *, has_waited: bool) -> Diagnosis:
-        """Find the first collective of the group in which the ranks differ. Collective."""
+        """Find the group's first collective in which the ranks differ. Collective."""
         entered = [call for call in calls(2000) if call.group == group.group_name]
         if has_waited and entered:  # torch has aborted the last call
             entered[-1] = replace(entered[-1], done=False)
@@ -154,7 +154,7 @@ def _impatient(limit: timedelta) -> dist.ProcessGroup:
 
 @contextmanager
 def _default(group: dist.ProcessGroup) -> Iterator[None]:
-    """Make `group` the default group inside the block."""
+    """Make `group` the default group for the duration of the block."""
     before, handler = dist.group.WORLD, signal.getsignal(signal.SIGTERM)
     dist.group.WORLD = group
     try:

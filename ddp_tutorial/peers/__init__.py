@@ -1,4 +1,4 @@
-"""The same training run in popular trainers, to compare the trainers' code, results and speed.
+"""Implement the same training run in popular trainers, to compare their code, results and speed.
 
 `work` defines the run: the same initial weights, the same samples in each step, and the same number of steps. `plain`,
 `accelerate`, `fabric`, `lightning` and `huggingface` implement the run as their users would. `ours` uses this package.

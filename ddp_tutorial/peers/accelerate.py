@@ -1,4 +1,4 @@
-"""Hugging Face Accelerate, which prepares the objects in a loop that the user writes."""
+"""Train with Hugging Face Accelerate, which prepares the objects for a loop that the user writes."""
 
 from itertools import islice
 from pathlib import Path

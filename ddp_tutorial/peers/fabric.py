@@ -1,4 +1,4 @@
-"""Lightning Fabric, which sets up the model, optimizer and data loader for a loop that the user writes."""
+"""Train with Lightning Fabric, which sets up the model, optimizer and data loader for a loop that the user writes."""
 
 from itertools import islice
 

@@ -1,4 +1,4 @@
-"""Hugging Face's Trainer, which runs the loop, and requires a model that returns its loss."""
+"""Train with Hugging Face's Trainer, which runs the loop and requires a model that returns its loss."""
 
 from typing import Any
 
@@ -12,8 +12,8 @@ from ddp_tutorial.world import World
 class WithLoss(nn.Module):
     """A model that accepts the columns of a batch by name and returns a dictionary with the loss.
 
-    If a batch contains "labels", the Trainer counts the labels of all ranks that are not -100. It expects the summed
-    loss divided by this count, and multiplies the result by the number of ranks because DDP averages the gradients.
+    If a batch contains "labels", the Trainer counts all labels other than -100 on all ranks. It expects the summed loss
+    divided by this count, and multiplies the result by the number of ranks because DDP averages the gradients.
     """
 
     def __init__(self, work: Work) -> None:
@@ -28,7 +28,7 @@ class WithLoss(nn.Module):
 
 
 class Reporting(TrainerCallback):
-    """Callback that reports the mean loss that the Trainer logs."""
+    """Callback that reports the mean loss logged by the Trainer."""
 
     def __init__(self, work: Work) -> None:
         """Store the `work` to which the callback reports."""

@@ -1,4 +1,4 @@
-"""Lightning's Trainer, which runs the loop, and requires a module that defines the step."""
+"""Train with Lightning's Trainer, which runs the loop and requires a module that defines the step."""
 
 from typing import Any
 
@@ -12,7 +12,7 @@ from ddp_tutorial.world import World
 
 
 class Module(LightningModule):
-    """The model, its step and its optimizer."""
+    """Lightning module that defines the model, the training step and the optimizer."""
 
     def __init__(self, work: Work) -> None:
         """Create the model of `work`."""

@@ -1,4 +1,4 @@
-"""This package's Trainer, with its log and TensorBoard events."""
+"""Train with this package's Trainer, which writes its log and TensorBoard events."""
 
 from torch import nn
 

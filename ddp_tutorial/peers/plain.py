@@ -1,4 +1,4 @@
-"""Plain torch. As in torch's recipe, the checkpoint contains the model, the optimizer and the progress."""
+"""Train with plain torch. As in torch's recipe, the checkpoint contains the model, the optimizer and the progress."""
 
 from itertools import islice
 

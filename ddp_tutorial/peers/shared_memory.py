@@ -1,4 +1,4 @@
-"""This package's Trainer with `ddp.shared_memory`, which sums gradients in memory that two ranks of a host share."""
+"""Train with this package and `ddp.shared_memory`, which sums gradients in memory shared by two ranks on a host."""
 
 from torch import nn
 

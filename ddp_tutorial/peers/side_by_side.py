@@ -41,7 +41,7 @@ class Outcome:
     seen: list[list[int]] = field(default_factory=list)
 
     def distance(self, other: "Outcome") -> float:
-        """Return the largest absolute difference between corresponding weights; 0.0 means equal."""
+        """Return the largest absolute difference between corresponding weights, or 0.0 if all weights are equal."""
         return max(float((self.weights[name] - each).abs().max()) for name, each in other.weights.items())
 
 
@@ -61,8 +61,8 @@ def resume_with(world: World, names: Sequence[str], work: Work, after: int) -> d
     """Train with each trainer, without and with an interruption. Collective.
 
     Each trainer runs three times: without interruption; with a checkpoint after step `after` and a kill in the next
-    step; and from that checkpoint to the end. Like a restarted script, the last run starts with a new model and the
-    random state of its seed. At least two ranks are required.
+    step; and from that checkpoint to the end. Like a restarted script, the last run starts with a new model and newly
+    seeded random number generators. At least two ranks are required.
 
     Returns:
         The outcomes of the first and the last run, by name. `seen` starts after step `after`.
@@ -89,7 +89,7 @@ class _KilledError(Exception):
 
 
 class _Numbered(Dataset[Batch]):
-    """The samples with their indices."""
+    """Dataset that adds each sample's index to the sample."""
 
     def __init__(self, samples: Any) -> None:
         self.samples = samples
@@ -102,7 +102,7 @@ class _Numbered(Dataset[Batch]):
 
 
 class _Watch:
-    """Recorder of each step's samples, which raises an error in the step after `killed_after`."""
+    """Recorder of the samples in each step. It raises an error in the step after `killed_after`."""
 
     def __init__(self, killed_after: int | None = None) -> None:
         self.killed_after = killed_after

@@ -1,4 +1,4 @@
-"""The training run of all trainers: a model, samples, a loss, an optimizer with a schedule, and the number of steps."""
+"""Define the run of all trainers: its model, samples, loss, optimizer, learning rate schedule and number of steps."""
 
 import math
 from collections.abc import Callable
@@ -46,14 +46,14 @@ class Work:
     Attributes:
         model: A function that returns a model, always with the same weights.
         loss: A function that returns the sum of the loss over a batch, and the number of items in the sum.
-        samples: The samples. An epoch ends when all samples have been used.
+        samples: The training samples. An epoch ends when all samples have been used.
         per_rank: The number of samples per rank per step.
         steps: The number of steps.
         learning_rate: The peak learning rate.
-        clip: The maximum norm of the gradient.
-        shuffle: Whether to shuffle the samples in each epoch. Otherwise, they are used in order.
+        clip: The maximum gradient norm.
+        shuffle: Whether to shuffle the samples in each epoch. Otherwise, the samples are used in order.
         save_after: The step after which to write a checkpoint to the working directory.
-        resume: Whether to resume from this checkpoint.
+        resume: Whether to resume from the checkpoint in the working directory.
         report: A function to call once per step with the mean loss over all ranks.
     """
 

@@ -1,4 +1,4 @@
-"""Settings for the stages and the schedule of a pipeline."""
+"""Define the settings for a pipeline's stages and schedule."""
 
 from typing import Literal
 
@@ -10,7 +10,7 @@ Name = Literal["gpipe", "1f1b", "interleaved"]
 
 
 class StagesConfig(Config):
-    """The split of a model into stages, and the schedule, for any number of ranks."""
+    """Settings for the split into stages and the schedule, for any number of ranks."""
 
     schedule: Name = Field("1f1b", description="Order of forward and backward passes.")
     micro_batches: int = Field(4, ge=1, description="Micro-batches of a step through one pipeline.")
@@ -49,7 +49,7 @@ class StagesConfig(Config):
 
 
 class PipelineConfig(StagesConfig):
-    """The split into stages, the schedule, and the number of ranks in a pipeline."""
+    """Settings for the split into stages, the schedule, and the number of ranks in a pipeline."""
 
     ranks: int = Field(2, ge=1, description="Ranks in a pipeline; the world size is a multiple.")
 
@@ -68,7 +68,7 @@ def require_schedule(name: Name, ranks: int, micro_batches: int, per_rank: int =
     """Validate the size of a schedule.
 
     Raises:
-        ConfigError: If the schedule does not support these numbers.
+        ConfigError: If the schedule does not support these numbers of ranks, micro-batches or stages per rank.
     """
     if min(ranks, micro_batches, per_rank) < 1:
         raise ConfigError(
@@ -82,5 +82,5 @@ def require_schedule(name: Name, ranks: int, micro_batches: int, per_rank: int =
     if name != "gpipe" and micro_batches < ranks:
         raise ConfigError(
             f"schedule {name!r} requires at least one micro-batch per rank, got {micro_batches} for {ranks} ranks: "
-            "ranks would always be idle. Use more micro-batches, or fewer stages"
+            "some ranks would always be idle. Use more micro-batches, or fewer stages"
         )

@@ -1,12 +1,13 @@
-"""Derive the batches of each rank's sends and receives from a schedule, in an order that cannot deadlock.
+"""Derive each rank's batches of sends and receives from a schedule, in an order that cannot deadlock.
 
-With NCCL, the operations of a batch (`batch_isend_irecv`) start together, and the next batch of a rank starts only
-after all of them have finished. Messages between two ranks do not have tags, but match in the order in which they are
-issued. If ranks send as soon as possible, and receive when they need a message, they can wait for each other forever.
+With NCCL, the operations of a batch (`batch_isend_irecv`) start together, and the rank's next batch starts only after
+all of these operations have finished. Messages between two ranks do not have tags, but are matched in the order in
+which they are issued. If ranks send as soon as possible and receive when they need a message, they can wait for each
+other forever.
 
-Therefore, every message is assigned to a slot, which has the same number on both ranks. The slots are the times of a
-simulation in which each action and each message take one unit of time. A rank issues the messages of slot t as one
-batch, and then runs the action that starts in slot t:
+Therefore, every message is assigned to a slot, which has the same number on both ranks. The slots are time steps of a
+simulation in which each action and each message takes one step. A rank issues the messages of slot t as one batch, and
+then runs the action that starts in slot t:
 
 - The sender's action has finished by slot t, so the message exists.
 - The receiver needs the message in slot t + 1 or later, so the message can arrive during the action of slot t.
@@ -21,7 +22,7 @@ from ddp_tutorial.pipeline.schedules import FORWARD, Action, Table, dependencies
 
 
 class Transfer(NamedTuple):
-    """A message between two ranks of a pipeline: the output of an action, or the shape of that output."""
+    """A message between two ranks of a pipeline, which contains an action's output or the shape of this output."""
 
     action: Action
     source: int
@@ -42,7 +43,7 @@ def slots_of(table: Table, *, with_shapes: bool = False) -> list[list[Slot]]:
     Args:
         table: The schedule.
         with_shapes: Whether the shape of each activation is sent one slot before the activation. A gradient has the
-            shape of its activation, which is known by then.
+            shape of its activation, so its shape is already known.
     """
     ranks, stages = len(table), 1 + max(action.stage for row in table for action in row)
     plan = simulate(table, forward=1, backward=1, send=1)

@@ -1,6 +1,7 @@
 """Compute the memory and communication of each rank of a pipeline from its schedule, without running it.
 
-The stages run once on torch's meta device, to measure the bytes saved for the backward pass and the size of the output.
+The stages run once on PyTorch's meta device, to measure the bytes saved for the backward pass and the size of the
+output.
 """
 
 from collections.abc import Sequence
@@ -22,9 +23,10 @@ class StageCost:
     """The cost of one stage for one micro-batch.
 
     Attributes:
-        activations: The bytes that the forward pass saves for the backward pass.
-        output: The bytes of the output for the next stage, 0 for the last stage. The gradient has the same size.
-        parameters: The number of elements of each parameter, by the `id` of the parameter.
+        activations: The number of bytes that the forward pass saves for the backward pass.
+        output: The size in bytes of the output for the next stage, or 0 for the last stage. The output's gradient has
+            the same size.
+        parameters: Dict from a parameter's `id` to the parameter's number of elements.
     """
 
     activations: int
@@ -38,9 +40,9 @@ class RankCost:
 
     Attributes:
         parameters: The number of parameters.
-        activations: The peak bytes of activations.
-        sent: The bytes sent to other ranks per step. They consist of activations, their gradients, and the gradients of
-            parameters that other pipelines or other stages share.
+        activations: The peak memory of the activations in bytes.
+        sent: The number of bytes sent to other ranks per step. The number includes activations, their gradients, and
+            the gradients of parameters that other pipelines or other stages share.
     """
 
     parameters: int
@@ -49,7 +51,7 @@ class RankCost:
 
 
 class _Through(nn.Module):
-    """Calls one stage after another, and records the bytes saved by each stage and the size of its output."""
+    """A module that calls the stages in order, and records each stage's saved bytes and output size."""
 
     def __init__(self, stages: Sequence[Stage], kept: Any) -> None:
         """Store the stages and the counter of saved bytes."""

@@ -1,4 +1,4 @@
-"""Compute the gradient of an optimizer step with one pipeline, or several parallel pipelines.
+"""Compute the gradient of an optimizer step with one pipeline or with several parallel pipelines.
 
     config = PipelineConfig(ranks=2, schedule="1f1b", micro_batches=4, cuts=("blocks.2",))
     pipeline = Pipeline(model, world, loss, config)     # this rank keeps its own stages of the model
@@ -6,9 +6,9 @@
     totals = pipeline.backward(micro_batches)           # the same on all ranks of a pipeline
     optimizer.step(); optimizer.zero_grad()
 
-With four ranks and pipelines of two ranks, there are two pipelines: a mesh of data 2 x pipeline 2. Ranks 0 and 1 form
-the first pipeline. Ranks 2 and 3 form the second, which processes different micro-batches. Gradients are reduced over
-ranks 0 and 2, and over ranks 1 and 3.
+With four ranks and pipelines of two ranks, there are two pipelines, which form a mesh of data 2 x pipeline 2. Ranks 0
+and 1 form the first pipeline. Ranks 2 and 3 form the second pipeline, which processes different micro-batches.
+Gradients are reduced over ranks 0 and 2, and over ranks 1 and 3.
 """
 
 from collections.abc import Sequence
@@ -37,11 +37,11 @@ from ddp_tutorial.world import World, require_group
 def check_pipeline(model: nn.Module, config: PipelineConfig, world_size: int) -> list[Stage]:
     """Split the model into stages, and validate the config.
 
-    No ranks are needed, so this function can be called before a launch.
+    The function does not communicate, so it can be called before a launch.
 
     Raises:
-        ConfigError: If the model has fewer modules than stages, if a name is not a module, or if the world size is not
-            a multiple of the number of ranks in a pipeline.
+        ConfigError: If the model has fewer modules than stages, if a split name is not a module, or if the world size
+            is not a multiple of the number of ranks in a pipeline.
     """
     if world_size % config.ranks:
         raise ConfigError(
@@ -53,7 +53,7 @@ def check_pipeline(model: nn.Module, config: PipelineConfig, world_size: int) ->
 
 
 def require_cuts(config: PipelineConfig) -> None:
-    """Raise `ConfigError` if the stages depend on a measurement that has not been made."""
+    """Raise `ConfigError` if the stages depend on a measurement that has not run yet."""
     if config.split == "measured" and config.stages > 1 and not config.cuts:
         raise ConfigError(
             "pipeline.split=measured requires a Trainer, which measures the modules. Without a Trainer, set 'cuts' to "
@@ -76,11 +76,11 @@ def require_even_micro_batches(config: PipelineConfig) -> int:
 
 
 class Pipeline:
-    """This rank's stages of a model, which compute the gradient of a step. Collective.
+    """This rank's stages of a model, which compute the gradient of a step. The constructor is collective.
 
-    The model starts with rank 0's weights. After construction, a rank needs its own stages only; `del model` frees the
-    other stages. If a parameter belongs to stages of several ranks (tied embeddings), each of these ranks keeps a
-    replica. Each replica gets the sum of the gradients, so the replicas stay identical.
+    The model starts with rank 0's weights. After construction, a rank needs only its own stages, and `del model` frees
+    the other stages. If a parameter belongs to stages of several ranks (tied embeddings), each of these ranks keeps a
+    replica. Each replica receives the sum of the gradients, so the replicas stay identical.
     """
 
     def __init__(
@@ -97,14 +97,15 @@ class Pipeline:
 
         Args:
             model: The full model, the same on all ranks.
-            world: The ranks.
+            world: The participating ranks.
             loss: The loss function.
             config: The pipeline settings.
             precision: The mixed-precision settings.
-            seed: If given, dropout depends only on the seed, the step, the stage, and the micro-batch.
+            seed: The seed of dropout. With a seed, dropout depends only on the seed, the step, the stage, and the
+                micro-batch.
 
         Raises:
-            ConfigError: See `check_pipeline`.
+            ConfigError: If `check_pipeline` rejects the model, the config or the world size.
         """
         require_group(world)
         require_cuts(config)
@@ -140,24 +141,24 @@ class Pipeline:
     def backward(self, batches: Sequence[Any], stop_flags: float = 0.0) -> Totals:
         """Compute the gradient of the mean loss over the micro-batches of all pipelines. Collective.
 
-        The gradient, multiplied by the loss scale of the precision, is stored in `.grad` of this rank's parameters.
+        The gradient is multiplied by the loss scale and stored in `.grad` of this rank's parameters.
 
         Args:
-            batches: The micro-batches, the same on all ranks of a pipeline. If their number is k times the schedule's
-                number, the schedule runs k times, and the gradients are summed.
+            batches: The micro-batches, the same on all ranks of a pipeline. If there are k times as many
+                micro-batches as the schedule requires, the schedule runs k times, and the gradients are summed.
             stop_flags: A number to sum over all ranks.
 
         Returns:
-            The totals over all ranks, on every rank.
+            The totals over all ranks, which are the same on every rank.
 
         Raises:
-            ValueError: On all ranks, if the number of micro-batches is not a multiple of the schedule's number, or if
-                the loss counted no elements, so that its mean is undefined.
+            ValueError: On all ranks, if the number of micro-batches is not a multiple of the number that the schedule
+                requires. Also raised if the element count of the loss is 0, because the mean is then undefined.
         """
         count = self.config.micro_batches
         if not batches or len(batches) % count:
             raise ValueError(
-                f"the number of micro-batches per step must be a multiple of the schedule's number ({count}), got "
+                f"the number of micro-batches per step must be a multiple of {count} ('pipeline.micro_batches'), got "
                 f"{len(batches)}"
             )
         parts = [part for i in range(0, len(batches), count) for part in self.runner.run(batches[i : i + count])]
@@ -175,7 +176,7 @@ class Pipeline:
         return totals
 
     def _totals(self, parts: list[dict[str, Any]], stop_flags: float) -> Totals:
-        """Sum the sums and counts of the last stages over all ranks. Collective."""
+        """Reduce the sums and counts of the last stages over all ranks. Collective."""
         if not self._metrics:
             self._metrics = next(filter(None, all_gather(self.world, list(parts[0]) if parts else [])))
         device = self.world.device
@@ -190,7 +191,7 @@ class Pipeline:
         return Totals(sums, counts, stop_flags)
 
     def _owners(self, model: nn.Module, stages: Sequence[Stage]) -> dict[str, int]:
-        """Return the first position in a pipeline that stores each parameter and buffer, by name."""
+        """Return a dict from the name of each parameter or buffer to the first pipeline position that stores it."""
         names = {id(tensor): name for name, tensor in [*model.named_parameters(), *model.named_buffers()]}
         owners: dict[str, int] = {}
         for number, stage in enumerate(stages):

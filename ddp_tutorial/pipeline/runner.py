@@ -3,18 +3,19 @@
 After a forward pass, a rank sends the activation to the rank of the next stage. After a backward pass, it sends the
 gradient of its input to the rank of the previous stage. The sends and receives are issued in batches
 (`batch_isend_irecv`), in the order of `exchanges.slots_of`. With this order, a schedule that `schedules.check` accepts
-cannot deadlock, on gloo or on NCCL. While a rank computes one action, it can receive the message for the next one.
+cannot deadlock, with either gloo or NCCL. While a rank computes one action, it can receive the message for its next
+action.
 
-The shape of a message depends only on the micro-batch, which all ranks of a pipeline have. If a step contains a
-micro-batch with a new shape, a header with the shape is sent before each activation. From the next step on, the shape
+The shape of a message depends only on the micro-batch, which is the same on all ranks of a pipeline. If a step contains
+a micro-batch with a new shape, a header with the shape is sent before each activation. From the next step on, the shape
 is known.
 
-This project has run pipelines on gloo only. For NCCL, the order of the batches is tested in a simulation.
+In this project, pipelines have run with gloo only. For NCCL, the order of the batches is tested in a simulation.
 
 A loss function is called as `loss(model, batch)`. It must call the model once, with inputs from the batch, and return a
-sum and a count. On the first stage, the loss is called only to capture the inputs of the model, and is aborted there.
-On the last stage, it is called with a stand-in for the model that returns the output of the last stage. Other stages do
-not call the loss.
+sum and a count. On the first stage, the loss is called only to capture the inputs of the model, and is aborted at the
+model call. On the last stage, it is called with a stand-in for the model that returns the output of the last stage.
+Other stages do not call the loss.
 """
 
 import time
@@ -64,7 +65,7 @@ class _Step:
 
 
 class StageRunner:
-    """Executes one rank's row of a schedule."""
+    """The executor of one rank's row of a schedule."""
 
     def __init__(
         self,
@@ -81,14 +82,14 @@ class StageRunner:
 
         Args:
             table: The schedule.
-            stages: This rank's stages, by number.
+            stages: Dict from stage number to stage, for this rank's stages.
             loss: The loss function.
             peers: The ranks of the pipeline, in order.
             place: The position of this rank in `peers`.
             precision: The mixed-precision settings.
             seed: The seed of dropout. With a seed, dropout depends only on the seed, the step, the stage, and the
-                micro-batch. It is then the same for every schedule and every number of ranks with the same split into
-                stages. Without a seed, dropout uses the rank's own random number generators.
+                micro-batch. Dropout is then the same for every schedule and every number of ranks with the same split
+                into stages. Without a seed, dropout uses the rank's own random number generators.
         """
         self.table, self.stages, self.loss, self.peers, self.place = table, stages, loss, peers, place
         self.precision, self.seed = precision or Precision(), seed
@@ -114,7 +115,7 @@ class StageRunner:
 
         Raises:
             LossError: If the loss does not call its model exactly once.
-            ValueError: If the number of micro-batches differs from the schedule.
+            ValueError: If the number of micro-batches is not the number that the schedule requires.
         """
         expected = 1 + max(action.micro_batch for action in self.table[self.place])
         if len(batches) != expected:
@@ -172,7 +173,7 @@ class StageRunner:
     def _backward(self, step: _Step, action: Action, gradient: torch.Tensor | None) -> torch.Tensor | None:
         """Run a backward pass, and return the gradient for the previous stage.
 
-        Returns None on the first stage, and if the input cannot have a gradient.
+        The result is None on the first stage, or if the input cannot have a gradient.
         """
         x, out = step.live.pop((action.stage, action.micro_batch))
         if out.requires_grad:
@@ -239,7 +240,10 @@ class StageRunner:
         return self._shapes[stage, step.keys[m]]
 
     def _input_of(self, step: _Step, action: Action) -> torch.Tensor | None:
-        """Return the input of `action`, from a different rank or a different stage of this rank, or None."""
+        """Return the input of `action`, which a different rank or stage has computed.
+
+        The result is None if there is no such input.
+        """
         need = dependencies(action, self.count)
         if need is None or need.stage == action.stage:
             return None
@@ -260,7 +264,10 @@ class StageRunner:
 
 
 def _key(batch: Any) -> str:
-    """Return a key for everything that the shapes of activations may depend on: tensor shapes and non-tensor values."""
+    """Return a key that consists of the batch's tensor shapes and non-tensor values.
+
+    The shapes of activations may depend on these shapes and values.
+    """
     leaves = tree_leaves(batch)
     return repr([tuple(leaf.shape) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves])
 
@@ -319,7 +326,7 @@ class _FirstStageInput(nn.Module):
 class _LastStageOutput(nn.Module):
     """A stand-in for the model on the last stage, which returns the output of that stage for any arguments.
 
-    The input is `x`, from the previous stage. If there is only one stage, the stage is the model itself.
+    `x` is the input from the previous stage. If there is only one stage, the stage is the model itself.
     """
 
     def __init__(self, stage: nn.Module, x: torch.Tensor | None) -> None:
@@ -343,7 +350,7 @@ class _LastStageOutput(nn.Module):
 
 
 def _drawing(seed: int | None, step: int, action: Action, device: torch.device) -> Any:
-    """Return a context manager for a forward pass that seeds the generators by step, stage, and micro-batch.
+    """Return a context manager that seeds the random number generators by step, stage, and micro-batch.
 
     Without a seed, the context manager does nothing.
     """

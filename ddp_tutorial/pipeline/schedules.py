@@ -1,4 +1,4 @@
-"""Define pipeline schedules as data: the actions of each rank, in order.
+"""Define pipeline schedules as lists of each rank's actions, in order.
 
 A schedule can be plotted and validated before it runs.
 
@@ -7,7 +7,7 @@ A schedule can be plotted and validated before it runs.
     plan = simulate(table, forward=1, backward=2)   # the time of each action
     plan.makespan, plan.bubble, peaks(table)
 
-Stage s is on rank s % ranks. A forward pass needs the activation of the previous stage, and a backward pass the
+Rank s % ranks runs stage s. A forward pass needs the activation of the previous stage, and a backward pass needs the
 gradient of the next stage. A schedule does not specify how these tensors are sent.
 
 GPipe: Huang et al., "GPipe: efficient training of giant neural networks using pipeline parallelism", 2019. 1F1B:
@@ -43,14 +43,17 @@ Table = Sequence[Sequence[Action]]  # the actions of each rank, in order
 
 
 class ScheduleError(ValueError):
-    """Raised for an invalid schedule: an action is missing, duplicated, or out of order, or ranks deadlock."""
+    """Raised if a schedule's action is missing, duplicated, or out of order, or if ranks deadlock."""
 
 
 # ----------------------------------------------------------------------------------------------- schedules
 
 
 def gpipe(stages: int, micro_batches: int) -> Table:
-    """Run all forward passes, and then all backward passes. Every rank stores the activations of all micro-batches."""
+    """Return a schedule that runs all forward passes, and then all backward passes.
+
+    Every rank stores the activations of all micro-batches.
+    """
     numbers = range(micro_batches)
     return [
         [Action(FORWARD, stage, m) for m in numbers] + [Action(BACKWARD, stage, m) for m in numbers]
@@ -59,10 +62,10 @@ def gpipe(stages: int, micro_batches: int) -> Table:
 
 
 def one_f_one_b(stages: int, micro_batches: int) -> Table:
-    """Alternate one forward pass and one backward pass after a warm-up.
+    """Return a schedule that alternates one forward pass and one backward pass after a warm-up.
 
-    The warm-up consists of one forward pass per later stage. Regardless of the number of micro-batches, a rank stores
-    the activations of at most one micro-batch per stage from its own stage to the last stage.
+    The warm-up consists of one forward pass per later stage. The rank of stage s stores the activations of at
+    most `stages` - s micro-batches, regardless of the total number of micro-batches.
     """
     return [
         _in_turns(
@@ -75,11 +78,11 @@ def one_f_one_b(stages: int, micro_batches: int) -> Table:
 
 
 def interleaved(ranks: int, micro_batches: int, per_rank: int = 2) -> Table:
-    """Run 1F1B with `per_rank` stages on each rank, which shrinks the bubble but increases the number of messages.
+    """Return a 1F1B schedule with `per_rank` stages on each rank, for a smaller bubble but more messages.
 
-    The stages of a rank are `ranks` apart. The micro-batches are processed in groups of `ranks`: a group passes through
-    the first stage of a rank, and then through its next stage. If `micro_batches` is not a multiple of `ranks`, the
-    groups are larger, and their sizes differ by at most 1.
+    The indices of a rank's stages differ by multiples of `ranks`. The micro-batches are processed in groups of `ranks`.
+    A group passes through the first stage of a rank, and then through the rank's next stage. If `micro_batches` is not
+    a multiple of `ranks`, the groups are larger, and their sizes differ by at most 1.
     """
     count = max(1, micro_batches // ranks)  # the number of groups
     ends = list(accumulate(micro_batches // count + (g < micro_batches % count) for g in range(count)))
@@ -96,7 +99,7 @@ def interleaved(ranks: int, micro_batches: int, per_rank: int = 2) -> Table:
 
 
 def _in_turns(forwards: list[Action], backwards: list[Action], warm_up: int) -> list[Action]:
-    """Return `warm_up` forward passes, then forward and backward passes in turn, then the remaining backward passes."""
+    """Return `warm_up` forward passes, then alternating forward and backward passes, then the other backward passes."""
     first = min(warm_up, len(forwards))
     turns = zip(forwards[first:], backwards, strict=False)
     middle = [action for pair in turns for action in pair]
@@ -107,7 +110,7 @@ def make_table(name: Name, ranks: int, micro_batches: int, per_rank: int = 1) ->
     """Return the schedule with this name.
 
     Raises:
-        ConfigError: If the schedule does not support these numbers.
+        ConfigError: If the schedule does not support these numbers of ranks, micro-batches or stages per rank.
     """
     require_schedule(name, ranks, micro_batches, per_rank)
     if name == "gpipe":
@@ -195,7 +198,7 @@ class Plan:
 
     @property
     def bubble(self) -> float:
-        """The fraction of the ranks' total time that they spend idle, from 0 to 1."""
+        """The fraction of the total time that the ranks spend idle, from 0 to 1."""
         busy = sum(timed.end - timed.start for rank in self.ranks for timed in rank)
         return 1 - busy / (len(self.ranks) * self.makespan)
 
@@ -257,7 +260,7 @@ Semantics = Literal["buffered", "batched", "blocking"]
 
 
 def deadlocks(table: Table, sends: Semantics) -> str:
-    """Return a description of the deadlock of a schedule with these send semantics, or "" if there is none.
+    """Return a description of a schedule's deadlock with these send semantics, or "" if there is no deadlock.
 
     - "buffered": A send does not block (gloo's `isend`, whose handle is kept). A table that passes `check` does not
       deadlock.

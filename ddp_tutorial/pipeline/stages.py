@@ -3,8 +3,8 @@
     split_into_stages(model, ["blocks.2"])     # a GPT of four blocks: stage 1 begins with block 2
 
 The model must be a chain, in which each module takes one tensor, the output of the previous module. An `nn.Sequential`
-is a chain. Any other model must define a method `chain()` that returns its modules by name, as `training.gpt` does. A
-model with connections that skip over a split, such as a U-Net, is not supported.
+is a chain. Any other model must define a `chain()` method that returns its modules by name, as `training.gpt` does.
+Models with skip connections across a stage boundary, such as a U-Net, are not supported.
 """
 
 from collections.abc import Mapping, Sequence
@@ -37,15 +37,15 @@ def chain_of(model: nn.Module) -> dict[str, nn.Module]:
     """Return the modules of a model, by name. Each module takes the output of the previous module.
 
     Raises:
-        ConfigError: If the model is not an `nn.Sequential` and has no method `chain`.
+        ConfigError: If the model is not an `nn.Sequential` and does not define a `chain` method.
     """
     if isinstance(model, nn.Sequential):
         return dict(model.named_children())
     chain = getattr(model, "chain", None)
     if chain is None:
         raise ConfigError(
-            f"{type(model).__name__} cannot be split into stages: it must be an nn.Sequential, or define a method "
-            "chain() that returns its modules by name, in the order of the forward pass"
+            f"{type(model).__name__} cannot be split into stages. It must be an nn.Sequential, or define a chain() "
+            "method that returns its modules by name in forward-pass order."
         )
     parts: dict[str, nn.Module] = chain()
     return parts
@@ -56,10 +56,10 @@ def split_into_stages(model: nn.Module, names: Sequence[str]) -> list[Stage]:
 
     Args:
         model: A model that is a chain of modules.
-        names: The name of the first module of each stage, without the first stage.
+        names: The names of the first modules of stages 1, 2, and so on. Stage 0 is omitted.
 
     Returns:
-        One more stage than there are names.
+        The stages. There is one more stage than there are names.
 
     Raises:
         ConfigError: If a name is not a module of the chain, or if the names are not in the order of the chain.
@@ -84,7 +84,7 @@ def split_into_stages(model: nn.Module, names: Sequence[str]) -> list[Stage]:
 
 
 def even_splits(model: nn.Module, stages: int) -> list[str]:
-    """Return the names of the modules at which to split, to minimize the parameters of the largest stage.
+    """Return the names of the modules at which a split minimizes the size of the largest stage.
 
     Raises:
         ConfigError: If there are more stages than modules.
@@ -100,7 +100,7 @@ def even_splits(model: nn.Module, stages: int) -> list[str]:
 
 
 def balance(costs: Sequence[float], stages: int) -> list[int]:
-    """Return the first index of each stage except stage 0, to minimize the cost of the most expensive stage.
+    """Return the first module index of each stage except stage 0, for the split with the lowest maximum stage cost.
 
     No stage is empty. In the table, best[k][j] is the cost of the most expensive stage if the first j modules are split
     into k stages.

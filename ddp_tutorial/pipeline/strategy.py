@@ -1,11 +1,11 @@
-"""Pipeline parallelism as a strategy for the trainer: `strategy: pipeline`.
+"""Implement the trainer's `pipeline` strategy, which trains a model with pipeline parallelism.
 
 A source distributes samples to all ranks, but the ranks of a pipeline need the same micro-batches. Therefore, each rank
 sends its micro-batches to the other ranks of its pipeline. A step runs the schedule `accumulation` times, each time
 with `pipeline.micro_batches` new micro-batches. Each rank reads an equal share of them.
 
-Each rank stores the weights, activations, gradients, and optimizer state of its own stages only. If the full model is
-evaluated or exported, a rank temporarily gathers the missing weights; see `weights`.
+Each rank stores the weights, activations, gradients, and optimizer state of its own stages only. To evaluate or export
+the full model, a rank temporarily gathers the missing weights; see `weights`.
 """
 
 from collections.abc import Mapping, Sequence
@@ -53,7 +53,7 @@ class PipelineStrategy:
 
         Args:
             model: The full model, the same on all ranks.
-            world: The ranks.
+            world: The participating ranks.
             loss: The loss function.
             config: The pipeline settings.
             seed: The seed of dropout.
@@ -88,7 +88,7 @@ class PipelineStrategy:
     def norm(self, gradients: Sequence[torch.Tensor]) -> torch.Tensor:
         """Return the norm of the full model's gradient. Collective.
 
-        The squares of all gradient elements are summed over the ranks. A tied parameter counts on one rank only.
+        The squares of all gradient elements are summed over the ranks. A tied parameter is counted on one rank only.
         """
         once = [p.grad for name, p in self.pipeline.named.items() if p.grad is not None and self._is_first(name)]
         return total_norm_over(once, self.group, self.config.ranks, self.world.device)

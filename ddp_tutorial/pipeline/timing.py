@@ -19,7 +19,7 @@ _REPEATS = 5
 def measured_splits(
     model: nn.Module, loss: Loss, batch: Any, stages: int, precision: Precision | None = None
 ) -> list[str]:
-    """Return the names of the modules at which to split, to minimize the measured time of the slowest stage.
+    """Return the names of the modules at which a split minimizes the measured time of the slowest stage.
 
     The function measures a copy of the model, so that buffers and gradients do not change. Random number generators do
     not change either.
@@ -36,7 +36,7 @@ def measured_splits(
 
 
 def splits_of(seconds: Mapping[str, float], stages: int) -> list[str]:
-    """Return the modules at which to split, given the time of each module in the order of the chain."""
+    """Return the names of the modules at which to split, given each module's time in chain order."""
     names = list(seconds)
     return [names[first] for first in balance(list(seconds.values()), stages)]
 
@@ -53,7 +53,7 @@ def module_seconds(model: nn.Module, loss: Loss, batch: Any, precision: Precisio
 
 
 class _TimedChain(nn.Module):
-    """Calls the modules of a chain one by one, each on a detached input, and records their times."""
+    """A module that calls the modules of a chain one by one on detached inputs, and records their times."""
 
     def __init__(self, model: nn.Module, device: torch.device) -> None:
         super().__init__()
@@ -62,7 +62,7 @@ class _TimedChain(nn.Module):
         self.calls: list[tuple[str, torch.Tensor, torch.Tensor]] = []  # module, output, detached input of the next one
 
     def measure(self, loss: Loss, batch: Any, precision: Precision) -> dict[str, float]:
-        """Return the time in seconds of one forward and backward pass, by module."""
+        """Return a dict from module name to the time in seconds of one forward and backward pass."""
         self.seconds, self.calls = dict.fromkeys(self.chain, 0.0), []
         last = list(self.chain)[-1]
         with precision.autocast():
@@ -75,7 +75,10 @@ class _TimedChain(nn.Module):
         return self.seconds
 
     def forward(self, *inputs: Any, **named: Any) -> Any:
-        """Call the modules. The loss calls this once; the time of the last module is part of the time of the loss."""
+        """Call the modules. The loss calls this method once.
+
+        The last module is not timed here, because `measure` derives its time from the time of the loss.
+        """
         (first, module), *others = self.chain.items()
         if not others:
             return module(*inputs, **named)

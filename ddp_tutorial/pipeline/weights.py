@@ -1,4 +1,4 @@
-"""Keep the weights of this rank's stages only, and gather the other weights on demand.
+"""Keep only the weights of this rank's stages, and gather the other weights on demand.
 
     weights = StageWeights(model, pipeline, group)
     weights.release()                      # after the optimizer has been created
@@ -24,7 +24,7 @@ from ddp_tutorial.zero.units import units_of
 
 
 class StageWeights:
-    """The parameters and buffers of a model, of which this rank keeps only those of its own stages.
+    """A model's parameters and buffers. This rank keeps only the tensors of its own stages.
 
     All methods except `release` are collective over the ranks of the pipeline.
     """
@@ -116,7 +116,7 @@ class StageWeights:
 
 
 class StageWeightsState:
-    """The weights of a pipeline in a checkpoint.
+    """A pipeline's weights in the checkpoint format.
 
     Each tensor is written once, by the first rank of the first pipeline that stores the tensor. All ranks that store
     the tensor read it.
@@ -144,4 +144,4 @@ class StageWeightsState:
         return self.own
 
     def load_state_dict(self, state: Any) -> None:
-        """Do nothing: the tensors of `empty` have been read in place."""
+        """Do nothing, because the tensors of `empty` have been read in place."""

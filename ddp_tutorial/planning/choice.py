@@ -44,7 +44,7 @@ def choose(model: Transformer, device: Device, network: Network, devices: int, b
 
 
 def _order(estimate: Estimate) -> tuple[bool, float]:
-    """Return a sort key: plans that fit by time per token, followed by all other plans by memory."""
+    """Return a sort key that orders plans that fit by time per token, followed by all other plans by memory."""
     return not estimate.fits, 1 / estimate.tokens_per_second if estimate.fits else estimate.memory.total
 
 

@@ -74,5 +74,5 @@ def sent_bytes(group: Group, nbytes: float) -> float:
 
 
 def sent_across(group: Group, nbytes: float) -> float:
-    """Return the part of `sent_bytes` that leaves the node. Only one of `local` devices sends to a different node."""
+    """Return the part of `sent_bytes` that leaves the node. Only one of the `local` devices sends across nodes."""
     return sent_bytes(group, nbytes) / group.local if group.nodes > 1 else 0.0

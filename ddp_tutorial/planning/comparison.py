@@ -1,6 +1,6 @@
 """Compare predictions with published runs.
 
-Only one constant of the model is fitted: the fraction of the achievable matrix FLOP/s that training reaches
+The only fitted constant of the model is the fraction of the achievable matrix FLOP/s that training reaches
 (`hardware.REACHED`). `fit` chooses this constant once for all runs, by minimizing the sum of |log(predicted /
 published)|. `Comparison.left_out` is a run's error if the run itself is left out of the fit.
 """
@@ -133,7 +133,7 @@ def plan_of(run: PublishedRun) -> Plan:
 
 
 def network_of(run: PublishedRun) -> Network:
-    """Return a run's network, with its device's NVLink within a node and the run's fabric between nodes."""
+    """Return a run's network, with the device's NVLink within a node and the run's fabric between nodes."""
     network = NETWORKS["DGX H100" if run.device == "H100" else "DGX A100"]
     if not run.fabric_gbit:
         return network

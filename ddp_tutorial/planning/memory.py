@@ -14,12 +14,12 @@ USABLE = 0.9
 
 @dataclass(frozen=True)
 class Memory:
-    """Memory in bytes, on the device that requires the most.
+    """Memory in bytes on the device that requires the most memory.
 
     Attributes:
         weights: Weights, in the dtype of the computation.
         gradients: Gradients.
-        optimizer: The float32 copy of the weights and the moments.
+        optimizer: The moments and the float32 copy of the weights.
         gathered: The weights of two layers and of the output layer, which "zero3" and "hsdp" all-gather temporarily.
         activations: Activations that the forward pass stores for the backward pass, including logits.
     """
@@ -36,7 +36,7 @@ class Memory:
         return self.weights + self.gradients + self.optimizer + self.gathered + self.activations
 
     def fits(self, device: Device) -> bool:
-        """Return whether `USABLE` of the device's memory is sufficient."""
+        """Return whether the fraction `USABLE` of the device's memory is sufficient."""
         return self.total <= USABLE * device.memory
 
 
@@ -62,7 +62,7 @@ def _gathered_parameters(model: Transformer) -> int:
 
 
 def activation_bytes(model: Transformer, plan: Plan) -> float:
-    """Return the bytes of activations on the device that stores the most.
+    """Return the activation bytes on the device that stores the most activations.
 
     In a 1F1B pipeline of p stages, the first stage stores the activations of up to p micro-batches. The last stage
     stores the activations of one micro-batch and the logits. With v chunks per stage, interleaving adds a factor of

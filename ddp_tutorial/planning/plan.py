@@ -35,7 +35,8 @@ class Plan:
         strategy: The kind of data parallelism: DDP, a ZeRO stage ("zero3" is FSDP), or hybrid sharding ("hsdp").
         devices: The number of devices.
         micro_batch: Sequences per micro-batch.
-        accumulation: Micro-batches per step per replica. With a pipeline, these micro-batches fill it.
+        accumulation: Micro-batches per step per replica. With pipeline parallelism, these micro-batches fill the
+            pipeline.
         tensor: The degree of tensor (and sequence) parallelism.
         pipeline: The number of pipeline stages.
         interleaving: The number of model chunks on each stage of an interleaved schedule.
@@ -71,15 +72,15 @@ class Plan:
 
     @property
     def data(self) -> int:
-        """The degree of data parallelism, which is the number of devices or groups with different samples."""
+        """The degree of data parallelism, that is, the number of devices or device groups with different samples."""
         return self.devices // (self.tensor * self.pipeline)
 
     @property
     def sharding(self) -> Strategy:
         """The strategy that determines memory and communication.
 
-        In a pipeline, a stage keeps gathered weights and accumulated gradients for all micro-batches, as
-        `torch.distributed.pipelining` does. Therefore, "zero2" and "zero3" then equal "zero1".
+        As in `torch.distributed.pipelining`, a pipeline stage keeps gathered weights and accumulated gradients for all
+        micro-batches. Therefore, "zero2" and "zero3" are equivalent to "zero1" in a pipeline.
         """
         return "zero1" if self.pipeline > 1 and self.strategy in {"zero2", "zero3"} else self.strategy
 

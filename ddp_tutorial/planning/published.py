@@ -1,4 +1,4 @@
-"""Training runs that other groups published, with their plan and their throughput.
+"""Training runs that other groups published, with their plans and throughputs.
 
 The runs were chosen before the first prediction, by three rules:
 
@@ -12,7 +12,7 @@ torchtitan's selective recomputation. `CONTEXT_PARALLEL_RUNS` contains runs outs
 Excluded runs, with the reasons:
 
 - PaLM 540B: its TPU v4 torus has no fast domain inside a slower fabric.
-- OPT-175B: "up to 147 TFLOP/s", and the degree of tensor parallelism is not published.
+- OPT-175B: the source states only "up to 147 TFLOP/s", and not the degree of tensor parallelism.
 - Llama 2 and OLMo-core: the parallel degrees, or the number of GPUs, are not published.
 - Megatron-LM, table 1 (2021) and the H100 table of its README: the micro-batches are not published.
 
@@ -49,7 +49,7 @@ class PublishedRun:
         heads: The number of query heads.
         kv_heads: The number of key and value heads.
         feed_forward: The hidden width of the feed-forward layer.
-        gated: Whether the feed-forward layer has a gate (SwiGLU), and so three matrices instead of two.
+        gated: Whether the feed-forward layer has a gate (SwiGLU), and therefore three matrices instead of two.
         vocabulary: The number of rows of the embedding.
         tied: Whether the embedding and the output layer share their weights.
         sequence: Tokens per sequence.
@@ -115,7 +115,7 @@ class PublishedRun:
     note: str = ""
 
     def __post_init__(self) -> None:
-        """Raise `ValueError` if the degrees do not match `devices`, or the batch is not made of full micro-batches."""
+        """Raise `ValueError` if the degrees do not match `devices`, or if the batch has an incomplete micro-batch."""
         ranks = self.data * self.tensor * self.pipeline * self.context
         if ranks != self.devices:
             raise ValueError(
@@ -123,8 +123,9 @@ class PublishedRun:
             )
         if self.batch_tokens % (self.data * self.micro_batch * self.sequence):
             raise ValueError(
-                f"{self.name}: batch_tokens must be a multiple of {self.data * self.micro_batch * self.sequence}, the "
-                f"tokens in one micro-batch on all {self.data} data-parallel ranks, got {self.batch_tokens}"
+                f"{self.name}: batch_tokens must be a multiple of {self.data * self.micro_batch * self.sequence}, got "
+                f"{self.batch_tokens}. One micro-batch on all {self.data} data-parallel ranks contains "
+                f"{self.data * self.micro_batch * self.sequence} tokens."
             )
 
     @property
@@ -174,8 +175,8 @@ def _mpt(
 ) -> PublishedRun:
     """Return a row of llm-foundry's tables. All rows use FULL_SHARD and sequences of 2,048 tokens.
 
-    The A100 tables specify 1,600 Gbit/s per node. The H100 table specifies no network. "PURE" rows send
-    gradients in bfloat16, "DEFAULT" rows in float32.
+    The A100 tables specify 1,600 Gbit/s per node. The H100 table specifies no network. "PURE" rows send gradients in
+    bfloat16; "DEFAULT" rows send gradients in float32.
     """
     layers, width, heads = shape
     pure = device == "A100-40" or ("70B" in name and device == "A100-80")

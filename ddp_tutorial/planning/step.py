@@ -6,9 +6,9 @@
 - Tensor parallelism communicates twice per layer in each pass, without overlap.
 - Data parallelism communicates once per layer. All but one layer's communication overlaps with computation
   (`overlapped`), except for the all-gather of updated weights at the end of "zero1" and "zero2" steps.
-- A pipeline of p stages and m micro-batches is idle for (p - 1) / m of its busy time. With v chunks per stage, this is
-  (p - 1) / (m v), and the messages between stages overlap with the computation of other chunks (Narayanan et al.,
-  2021).
+- A pipeline of p stages and m micro-batches is idle for (p - 1) / m of its busy time. With v chunks per stage, the
+  fraction is (p - 1) / (m v), and the messages between stages overlap with the computation of other chunks (Narayanan
+  et al., 2021).
 """
 
 from dataclasses import dataclass
@@ -153,7 +153,7 @@ def shard_size(plan: Plan, network: Network) -> int:
 
 
 def overlapped(compute: float, communication: float, units: int) -> float:
-    """Return the total time of computation and communication that overlap, except for one of `units` equal units.
+    """Return the total time of overlapping computation and communication, if one of `units` equal units is exposed.
 
     A layer's gradients are reduced while the next layer computes. Therefore, the first layer computes without
     communication, and the last layer's reduction is exposed. For all-gathers of weights, the order is reversed.
@@ -211,7 +211,7 @@ def _groups(plan: Plan, network: Network) -> tuple[Group, Group, Group]:
 
 
 def traffic(model: Transformer, plan: Plan, network: Network) -> tuple[float, float]:
-    """Return the bytes that a device sends per step within its node, and to other nodes."""
+    """Return the bytes per step that a device sends within its node, and the bytes that it sends to other nodes."""
     own = plan.device_parameters(model.parameters)
     weights, gradients = own * plan.precision.weights, own * plan.precision.gradients
     whole, shard, copies = _groups(plan, network)
@@ -236,15 +236,15 @@ def traffic(model: Transformer, plan: Plan, network: Network) -> tuple[float, fl
 
 
 def _tensor_passes(plan: Plan) -> int:
-    """Return the number of tensor-parallel reduce-scatters and all-gathers per layer, with four in each pass."""
+    """Return the number of tensor-parallel reduce-scatters and all-gathers per layer. Each pass performs four."""
     return 12 if plan.recomputation == "full" else 8
 
 
 def tensor_seconds(model: Transformer, plan: Plan, network: Network) -> Passes:
     """Return the tensor-parallel communication time of a micro-batch on a stage.
 
-    Each layer has two all-reduces of the activations in the forward pass and two in the backward pass. With sequence
-    parallelism, each all-reduce is a reduce-scatter and an all-gather, which take the same time.
+    Each layer performs two all-reduces of the activations in the forward pass and two in the backward pass. With
+    sequence parallelism, each all-reduce is a reduce-scatter and an all-gather, which take the same time.
     """
     group = group_of(plan.tensor, 1, network.per_node)
     nbytes = 2 * plan.micro_batch * model.sequence * model.width
@@ -253,7 +253,7 @@ def tensor_seconds(model: Transformer, plan: Plan, network: Network) -> Passes:
 
 
 def message_seconds(model: Transformer, plan: Plan, network: Network) -> float:
-    """Return the time in which a stage sends a micro-batch's activations and gradients to its neighbors."""
+    """Return the time that a stage takes to send a micro-batch's activations and gradients to its neighbors."""
     if plan.pipeline == 1:
         return 0.0
     link = network.inside if plan.devices <= network.per_node else network.across
@@ -262,7 +262,7 @@ def message_seconds(model: Transformer, plan: Plan, network: Network) -> float:
 
 
 def optimizer_seconds(model: Transformer, plan: Plan, device: Device, shard: int) -> float:
-    """Return the time to read and write gradients, optimizer state and weights once, in memory."""
+    """Return the time to read and write the gradients, optimizer state and weights in memory once."""
     own = plan.device_parameters(model.parameters) / (1 if plan.strategy == "ddp" else shard)
     precision = plan.precision
     return own * (2 * precision.optimizer + precision.gradients + precision.weights) / device.memory_bandwidth
@@ -276,14 +276,15 @@ def tokens_to_hide_communication(
 ) -> float:
     """Return the minimum number of tokens per device per micro-batch that hides communication behind computation.
 
-    Let P be the parameters, T the tokens, F the FLOP/s that matrix products reach, and B the bandwidth of the ring.
+    Let P be the number of parameters, T the number of tokens, F the FLOP/s that matrix products reach, and B the ring
+    bandwidth.
 
         DDP    backward 4 P T / F >= all-reduce of g bytes per gradient 2 g P / B          =>  T >= g F / (2 B)
         ZeRO-3 forward  2 P T / F >= all-gather of w bytes per weight w P / B              =>  T >= w F / (2 B)
                backward 4 P T / F >= all-gather and reduce-scatter (w + g) P / B           =>  T >= (w + g) F / (4 B)
 
     P cancels out, so the threshold does not depend on the size of the model. The ring sends (W - 1) / W of the bytes.
-    The threshold ignores latency, and attention, which adds computation.
+    The threshold ignores latency and the additional computation of attention.
 
     Args:
         strategy: The strategy. "zero1" and "zero2" send half as many bytes as "ddp" in the backward pass; their

@@ -1,10 +1,10 @@
 """Launch ranks, and report their output, results and errors.
 
-Scripts call `run` (in `starting`). It joins the ranks that torchrun or Slurm started, and otherwise launches ranks on
-this machine. `launch` runs any function on several local ranks. `rank` contains the code that runs in each rank.
-`transport` sends calls and results between processes. `errors` describes rank failures. `console` shows the ranks'
-output, `logs` copies the parent's logging setup, and `figures` sends matplotlib figures to the parent. `doctor` checks
-which features work on this machine.
+Scripts call `run` (in `starting`). Under torchrun or Slurm, `run` joins the existing ranks. Otherwise, it launches
+ranks on this machine. `launch` runs any function on several local ranks. `rank` contains the code that runs in each
+rank. `transport` sends calls and results between processes. `errors` describes rank failures. `console` shows the
+ranks' output, `logs` copies the parent's logging setup, and `figures` sends matplotlib figures to the parent. `doctor`
+checks which features work on this machine.
 """
 
 import lazy_loader

@@ -1,8 +1,8 @@
 """Show the ranks' output and one progress bar while the ranks run.
 
 In a terminal, each line appears as soon as a rank prints it, prefixed with the rank. In a notebook, the lines appear
-after the ranks have exited, grouped by rank. The output of a cell is then the same in every run, so a test can compare
-it, and no line appears under a different cell. While the ranks run, a live area shows the user their last lines.
+after the ranks have exited, grouped by rank. The output of a cell is then the same in every run, so tests can compare
+it. No line appears under a different cell. While the ranks run, a live area shows their last lines.
 """
 
 import base64
@@ -94,7 +94,7 @@ def _pieces(line: str) -> list[str]:
 
 
 class Console:
-    """Base class of the consoles, which show the ranks' output and progress. This class does not show anything."""
+    """Base class of the consoles that show the ranks' output and progress. The base class itself shows nothing."""
 
     environment: ClassVar[dict[str, str]] = {}  # variables to set in the ranks
 
@@ -116,7 +116,7 @@ class Console:
         Args:
             done: Number of finished steps.
             total: Total number of steps.
-            numbers: Values to show beside the bar, by name.
+            numbers: Dict from name to value, for the values to show beside the bar.
         """
 
     def figure(self, rank: int, png: bytes) -> None:
@@ -129,7 +129,8 @@ class Console:
 class TerminalConsole(Console):
     """Console that prints lines immediately, and shows a progress bar on stderr.
 
-    If stderr is not a terminal, it prints a line at most every `PROGRESS_SECONDS` instead of the progress bar.
+    If stderr is not a terminal, the console prints a progress line instead of the bar, at most once every
+    `PROGRESS_SECONDS` seconds.
     """
 
     def __init__(self, out: TextIO | None = None) -> None:
@@ -150,7 +151,7 @@ class TerminalConsole(Console):
             print(text, file=self.out, flush=True)
 
     def progress(self, done: int, total: int, numbers: dict[str, Any]) -> None:
-        """Update the progress bar, which the first call creates, or print a line if one is due."""
+        """Update the progress bar, or print a progress line if one is due. The first call creates the bar."""
         if not sys.stderr.isatty():
             if time.monotonic() - self.printed >= PROGRESS_SECONDS:
                 self.printed = time.monotonic()
@@ -219,7 +220,7 @@ class NotebookConsole(Console):
         self._draw(live=self.is_live)
 
     def _draw(self, *, live: bool) -> None:
-        """Draw the bar if there is one. If `live` is true, also draw the live area below the bar."""
+        """Draw the progress bar, if it exists. If `live` is true, also draw the live area below the bar."""
         if self.area is None:
             from IPython.display import display
 
@@ -282,8 +283,8 @@ def in_notebook() -> bool:
 def a_person_is_there() -> bool:
     """Return whether a person ran this cell.
 
-    For each cell, a front end such as JupyterLab reports that it can ask its user for input. Programs that execute
-    notebooks report that they cannot. Without a kernel, as in a script, the result is False.
+    For each cell, the front end reports whether it can ask a user for input. JupyterLab can, but programs that execute
+    notebooks cannot. Without a kernel, for example in a script, the result is False.
     """
     kernel = getattr(ipython_shell(), "kernel", None)
     return kernel is not None and bool(kernel.get_parent().get("content", {}).get("allow_stdin"))

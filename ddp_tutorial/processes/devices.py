@@ -14,13 +14,13 @@ def visible_devices(devices: str, ranks: int | None, environ: Mapping[str, str] 
     """Return the selected GPUs as entries of CUDA_VISIBLE_DEVICES.
 
     Args:
-        devices: The GPU numbers, such as "0,1,3". They are indices into the GPUs that this process sees, so they
-            respect a CUDA_VISIBLE_DEVICES that a scheduler has set.
-        ranks: The number of ranks on this machine; None for one rank per GPU.
+        devices: The GPU numbers, such as "0,1,3". The numbers index the GPUs that are visible to this process, so a
+            CUDA_VISIBLE_DEVICES that a scheduler has set is respected.
+        ranks: The number of ranks on this machine. None means one rank per GPU.
         environ: The environment variables.
 
     Raises:
-        ConfigError: If a number is malformed, unknown or repeated, or if there are fewer GPUs than ranks.
+        ConfigError: If a GPU number is malformed, unknown or repeated, or if fewer GPUs than ranks are selected.
     """
     names = [name.strip() for name in devices.split(",")]
     if not all(name.isdecimal() for name in names):

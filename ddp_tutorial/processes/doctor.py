@@ -1,7 +1,6 @@
-"""Check this machine's support for distributed training, with `python -m ddp_tutorial doctor`.
+"""Implement `python -m ddp_tutorial doctor`, which checks this machine's support for distributed training.
 
-Each check performs the actual operation. For example, the checks launch two ranks, open a port, and write a file to
-shared memory.
+Each check performs a real operation, such as launching two ranks, opening a port, or writing a file to shared memory.
 """
 
 import os
@@ -36,9 +35,9 @@ class Finding:
 
     Attributes:
         name: Name of the check.
-        ok: Whether the check passed; None if the result is neither good nor bad.
+        ok: Whether the check passed; None if the result is neither a pass nor a failure.
         text: Description of the result.
-        advice: The action to take, or an empty string.
+        advice: The recommended action, or an empty string.
     """
 
     name: str
@@ -56,7 +55,7 @@ def examine() -> list[Finding]:
 
 
 def _run_probe(name: str, look: Probe) -> Finding:
-    """Run one check, and turn an exception into a failed `Finding`."""
+    """Run one check, and convert an exception to a failed `Finding`."""
     try:
         return Finding(name, *look())
     except Exception as error:
@@ -188,7 +187,7 @@ _PROBES: dict[str, Probe] = {
 
 
 def verdict(findings: list[Finding]) -> str:
-    """Return one line that states what will work on this machine, or which checks have failed."""
+    """Return a one-line summary of the features that work on this machine, or of the failed checks."""
     broken = [finding.name for finding in findings if finding.ok is False]
     if broken:
         return f"failed checks: {', '.join(broken)}"

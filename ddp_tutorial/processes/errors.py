@@ -1,6 +1,6 @@
-"""Errors that report the failure of a rank to its parent process.
+"""Define the errors that report a rank's failure to its parent process.
 
-This module does not import torch, so a command can check the type of an error cheaply.
+This module does not import torch, so a command can check an error's type without loading torch.
 """
 
 import re
@@ -22,7 +22,7 @@ def lost_connection(error: BaseException | str) -> bool:
 
 @dataclass(frozen=True)
 class Raised:
-    """Plain-text copy of a rank's exception. The process that receives it does not need the exception's class.
+    """Plain-text copy of a rank's exception. The receiving process does not need the exception's class.
 
     Attributes:
         types: Full names of the exception's class and of all its base classes, in method resolution order, such as
@@ -51,7 +51,7 @@ def _full_name(kind: type) -> str:
     """Return the module and name of a class, such as "builtins.ValueError".
 
     `__qualname__` is not used, because cloudpickle does not preserve it for a class that is defined inside a function.
-    The script that is `__main__` in the parent is `__mp_main__` in its ranks.
+    The script's module is `__main__` in the parent and `__mp_main__` in its ranks.
     """
     return f"{kind.__module__.replace('__mp_main__', '__main__')}.{kind.__name__}"
 
@@ -88,7 +88,8 @@ class RankError(FailedError):
         """Return whether the rank raised an exception of this type.
 
         Returns:
-            False if the rank did not raise an exception, for example because it was killed or timed out.
+            Whether the exception is an instance of `kind`. The result is False if the rank did not raise an exception,
+            for example because it was killed or timed out.
         """
         return self.raised is not None and self.raised.is_a(kind)
 
@@ -102,9 +103,9 @@ class RankError(FailedError):
         return type(self), (self.rank, self.reason, self.traceback, self.log, self.others, self.raised)
 
     def _render_traceback_(self) -> list[str]:
-        """Return the lines that IPython shows.
+        """Return the traceback lines that IPython shows.
 
-        They omit the parent's frames inside `launch`, which do not explain the failure.
+        The lines omit the parent's frames inside `launch`, which do not explain the failure.
         """
         return "\n".join([f"{type(self).__name__}: {self}", *getattr(self, "__notes__", [])]).split("\n")
 

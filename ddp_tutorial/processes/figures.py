@@ -1,8 +1,8 @@
-"""A matplotlib backend for ranks that are launched from a notebook.
+"""Implement a matplotlib backend for ranks that are launched from a notebook.
 
 `plt.show()` sends the open figures to the parent, which displays them under the cell. On a rank, Matplotlib's default
-backend cannot draw into the notebook, so it would print `Figure(640x480)`. The environment variable MPLBACKEND names
-this module, so only ranks that draw import matplotlib.
+backend cannot draw into the notebook, so it would print `Figure(640x480)`. The environment variable MPLBACKEND selects
+this module, so only ranks that draw figures import matplotlib.
 """
 
 import io

@@ -8,12 +8,12 @@
 `torch.multiprocessing.spawn` starts the processes. This module adds the following features:
 
 - `fn` and its arguments are pickled by value, so lambdas, closures and functions from a notebook cell work. A script is
-  an exception: every rank imports the script, just as torchrun's ranks run it; see `script`.
-- The parent hosts the rendezvous store on the loopback interface, on a port that the operating system chooses, and sets
-  the same environment variables as torchrun. The same code therefore runs here and on a cluster.
-- Two pipes connect each rank to the parent. The first replaces file descriptors 1 and 2. It captures the output of the
-  rank, its child processes and C++ code in order, so the parent can attribute each line to a rank. The second carries
-  progress, the result and errors.
+  an exception: every rank imports it, as under torchrun; see `script`.
+- The parent hosts the rendezvous store on the loopback interface, on a port chosen by the operating system. It sets the
+  same environment variables as torchrun. The same code therefore runs on this machine and on a cluster.
+- Two pipes connect each rank to the parent. The first pipe replaces file descriptors 1 and 2. It captures the output of
+  the rank, its child processes and C++ code in order, so the parent can attribute each line to a rank. The second pipe
+  carries progress, the result and errors.
 - The parent watches all ranks at once. If a rank raises an exception, crashes or exits early, the parent terminates all
   ranks. It does the same after an interrupt or a timeout. After a timeout, each rank first reports its stack.
 - A rank never outlives its parent.
@@ -102,17 +102,16 @@ def launch(
 
     Inside `fn`, the process group is initialized (unless `nprocs` is 1), and `progress` updates the progress bar that
     the parent shows. Call `launch` from the main thread, because Python delivers interrupts to the main thread only.
-    Several threads may call `launch` at the same time; an interrupt does not stop launches in threads other than the
-    main thread.
+    Several threads may call `launch` at the same time, but an interrupt stops only the launch in the main thread.
 
     In a script, call `launch` under `if __name__ == "__main__":`. Every rank first imports the script. Top-level
     statements such as `torch.manual_seed(0)` therefore take effect in every rank, as under torchrun. Statements under
     the guard run in the parent only, so pass their results to the ranks as `args`. Functions from a notebook, from
     `python -c` or from an interactive session are pickled by value, together with the global variables that they use.
 
-    When `launch` returns or raises, it has also terminated all processes that the ranks started. There is one
-    exception: if this process is killed by SIGKILL, the ranks are killed as well, but processes that the ranks started
-    may survive. (DataLoader workers exit by themselves.)
+    Before `launch` returns or raises an error, it terminates all processes that the ranks started. If this process is
+    killed by SIGKILL, the ranks are killed as well, but processes that the ranks started may survive. DataLoader
+    workers exit by themselves.
 
     Args:
         fn: Function to run on every rank. Its first argument is the rank's `World`.
@@ -122,19 +121,19 @@ def launch(
             the CPU with gloo.
         backend: "gloo", "nccl" or "auto". "auto" chooses the backend for the device. With `device="cuda"` and gloo,
             several ranks may share a GPU.
-        timeout: Seconds within which every rank must return, counted from the time when all ranks have started. Ranks
-            have two additional minutes to start. `None` means no timeout. After a timeout, `launch` raises a
+        timeout: Seconds within which every rank must return, counted from the time when all ranks have started.
+            Starting may take up to two additional minutes. `None` means no timeout. After a timeout, `launch` raises a
             `RankTimeoutError` that reports the line each rank is executing.
-        collective_timeout: Seconds after which a rank that waits in a collective raises an error. It applies whether or
-            not `timeout` is set. The default is ten minutes.
+        collective_timeout: Seconds after which a rank that waits in a collective raises an error. This timeout applies
+            whether or not `timeout` is set. The default is ten minutes.
         threads: Number of torch threads per rank. By default, the cores of this machine are divided evenly.
-        echo: Show the ranks' output and progress, and the chosen device.
-        in_process: Call `fn` in this process. Requires `nprocs=1`. Exceptions are not wrapped, and `timeout` and
-            `threads` have no effect.
+        echo: Whether to show the ranks' output and progress, and the chosen device.
+        in_process: Whether to call `fn` in this process, which requires `nprocs=1`. Exceptions are not wrapped, and
+            `timeout` and `threads` have no effect.
         forward_signals: Signals, such as SIGTERM, that this process forwards to the ranks instead of handling them.
 
     Returns:
-        The results of `fn`, in rank order. Their tensors are moved to the CPU, except with `in_process`.
+        The results of `fn`, in rank order. Tensors in the results are moved to the CPU, except with `in_process`.
 
     Raises:
         RankError: If a rank failed. All ranks have been terminated.
@@ -216,7 +215,7 @@ def _check_call(fn: Callable[..., object], args: Sequence[object]) -> None:
 
 @dataclass
 class _Rank:
-    """The parent's view of a rank, which contains its process, its two pipes, and its result or error."""
+    """The parent's handle of a rank. It contains the rank's process, two pipes, and result or error."""
 
     rank: int
     process: Any
@@ -275,7 +274,7 @@ class _Rank:
 
 
 class _Ranks:
-    """All ranks of one launch. As a context manager, it terminates the ranks when the block exits."""
+    """All ranks of one launch. This context manager terminates the ranks when the block exits."""
 
     def __init__(self, nprocs: int, console: Console) -> None:
         """Store the arguments. `start` starts the ranks."""
@@ -336,7 +335,7 @@ class _Ranks:
     def _pipe(self, parents_copies: ExitStack) -> tuple[int, int]:
         """Create a pipe, and return its read end and its write end.
 
-        The read end stays open until the launch is over. The ranks inherit the write end.
+        The read end stays open until the launch has finished. The ranks inherit the write end.
         """
         read, write = os.pipe()
         os.set_blocking(read, False)
@@ -376,7 +375,7 @@ class _Ranks:
             pass
 
     def _cause_is_missing(self) -> bool:
-        """Return whether all failures only repeat rank 0's failure, which rank 0 itself has not reported yet."""
+        """Return whether all failures so far repeat a failure of rank 0 that rank 0 has not reported yet."""
         return all(rank.repeats_rank_zero_error for rank in self.ranks if rank.failed)
 
     def forward_signal(self, number: int, frame: object) -> None:
@@ -459,7 +458,7 @@ class _Ranks:
         return more
 
     def _drain(self, fd: int, take: Callable[[bytes], object]) -> bool:
-        """Read at most 64 KiB, so that a flood of output cannot block the parent.
+        """Read at most 64 KiB, so that a large amount of output cannot block the parent.
 
         Returns:
             True if data was read, and False otherwise.
@@ -475,7 +474,7 @@ class _Ranks:
         return bool(data)
 
     def _reap(self, rank: _Rank) -> None:
-        """Record the exit of the rank's process, and read the rest of its pipes.
+        """Record the exit of the rank's process, and read the remaining data from its pipes.
 
         The method does not wait until the pipes are closed, because child processes of the rank may hold them open.
         """

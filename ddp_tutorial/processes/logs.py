@@ -8,7 +8,7 @@ class Logs(NamedTuple):
     """The logging setup of a process.
 
     Attributes:
-        level: Lowest level that is shown.
+        level: Lowest log level that is shown.
         formatter: Formatter of the log lines; None for the default of `logging.basicConfig`.
     """
 
@@ -23,7 +23,8 @@ def current_logging() -> Logs | None:
     handlers, such as file handlers, are ignored.
 
     Returns:
-        The setup, or None if the root logger has no stream handler. Python then shows warnings and errors.
+        The setup, or None if the root logger has no stream handler. Without a handler, Python shows only warnings and
+        errors.
     """
     root = logging.getLogger()
     for handler in root.handlers:
@@ -34,7 +35,7 @@ def current_logging() -> Logs | None:
 
 
 def configure(logs: Logs | None) -> None:
-    """Set up logging in a rank. Log lines go to stderr, which the parent shows with the rank's number."""
+    """Set up logging in a rank. Log lines are written to stderr. The parent shows them with the rank's number."""
     if logs is None:
         return
     logging.basicConfig(level=logs.level)

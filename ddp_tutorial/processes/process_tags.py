@@ -23,7 +23,7 @@ def tagged_processes(variable: str, is_ours: Callable[[str], bool]) -> list[psut
 
     Args:
         variable: Name of the environment variable.
-        is_ours: Returns whether a value of the variable matches.
+        is_ours: Function that returns whether a value of the variable matches.
     """
     found = []
     for process in psutil.process_iter():
@@ -42,7 +42,7 @@ def kill_tagged(variable: str, is_ours: Callable[[str], bool]) -> None:
 
     Args:
         variable: Name of the environment variable.
-        is_ours: Returns whether a value of the variable matches.
+        is_ours: Function that returns whether a value of the variable matches.
     """
     deadline = time.monotonic() + _END_SECONDS
     while (left := tagged_processes(variable, is_ours)) and time.monotonic() < deadline:

@@ -1,4 +1,4 @@
-"""The rank's side of a launch. It initializes the spawned process, runs the function, and sends the result or error."""
+"""Initialize a spawned process as a rank, run the function, and send the result or error to the parent."""
 
 import atexit
 import faulthandler
@@ -71,7 +71,7 @@ def send_figure(png: bytes) -> None:
 
 @dataclass
 class RankJob:
-    """The arguments of all ranks of a launch.
+    """The arguments that all ranks of a launch share.
 
     The pickled call is stored in a file and not in this object. `spawn` writes its arguments to each process and waits
     until that process has read them, so a large call would make the ranks start one after another.
@@ -124,7 +124,7 @@ class ParentInfo(Protocol):
 
     Attributes:
         threads: Number of torch threads.
-        sources: Source lines of notebook cells, by file name.
+        sources: Dict from file name to the source lines of a notebook cell.
         logs: The parent's logging setup.
         parent: Process ID of the parent.
         dies_with_thread: Whether the process is killed when the parent thread that started it exits.
@@ -143,7 +143,7 @@ def initialize_rank(rank: int, output: Descriptor, messages: Descriptor, origin:
     The rank exits with its parent, ignores interrupts, and writes its output into a pipe.
 
     Args:
-        rank: Number of the rank.
+        rank: Rank of this process.
         output: Pipe for stdout and stderr.
         messages: Pipe for progress, results and errors.
         origin: Information about the parent.
@@ -175,7 +175,7 @@ def _exit_without_finalizing() -> None:
     """Exit before Python finalizes the interpreter.
 
     torch's threads can outlive the process group (see `process_group`). If such a thread releases a tensor during
-    finalization, it aborts a rank that has already finished its work. The message is "terminate called without an
+    finalization, the rank aborts although it has already finished its work. The message is "terminate called without an
     active exception".
     """
     sys.stdout.flush()
@@ -184,7 +184,7 @@ def _exit_without_finalizing() -> None:
 
 
 def _exit_with_parent(origin: ParentInfo) -> None:
-    """Ignore interrupts, which the parent handles, and have the kernel kill this process when the parent exits."""
+    """Ignore interrupts, which the parent handles, and let the kernel kill this process when the parent exits."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
     if origin.dies_with_thread:
@@ -194,7 +194,7 @@ def _exit_with_parent(origin: ParentInfo) -> None:
 
 
 def _keep_descriptors_from_children() -> None:
-    """Close this rank's file descriptors in the programs that it starts.
+    """Prevent programs that this rank starts from inheriting its file descriptors.
 
     `multiprocessing` makes the descriptors inheritable. If a program outlived the rank, it would keep the pipes open,
     and the parent would never reach the end of the output.

@@ -1,9 +1,9 @@
-"""Import the main script into every rank of `launch`, just as each rank of torchrun runs the script.
+"""Import the main script into every rank of `launch`, so that it behaves as under torchrun.
 
 Top-level statements of the script, such as `torch.manual_seed(0)` or `torch.set_default_dtype(...)`, therefore take
-effect in every rank, and the functions and classes of the script belong to the imported module. As in
-`multiprocessing`, the script's `__name__` is `__mp_main__` in a rank. Code under `if __name__ == "__main__":`, such as
-the call to `launch`, runs only in the parent.
+effect in every rank. The script's functions and classes belong to the imported module. As in `multiprocessing`, the
+script's `__name__` is `__mp_main__` in a rank. Code under `if __name__ == "__main__":`, such as the call to `launch`,
+runs only in the parent.
 
 `multiprocessing` would import the script before the process knows its rank and before its output is redirected.
 `main_module_hidden` prevents that import, and `Script.run` imports the script later.
@@ -26,7 +26,7 @@ class MissingGuardError(ConfigError):
 
 @dataclass(frozen=True)
 class Script:
-    """The script file with which Python was started.
+    """The script file that Python was started with.
 
     Attributes:
         path: Absolute path of the file, as in `python train.py`.
@@ -41,8 +41,8 @@ class Script:
         """Return the script of this process.
 
         Returns:
-            The script, or None in a notebook, in an interactive session and under `python -c`, which have no script
-            file. The result is also None for the `__main__.py` of a package, such as pytest's, because
+            The script. The result is None in a notebook, in an interactive session and under `python -c`, because there
+            is no script file. It is also None for the `__main__.py` of a package, such as pytest's, because
             `multiprocessing` does not import such files either.
         """
         main = sys.modules["__main__"]
@@ -62,7 +62,7 @@ class Script:
         return found is value
 
     def run(self) -> None:
-        """Execute the script in this rank, as its `__main__` module."""
+        """Execute the script as this rank's `__main__` module."""
         global _running
         module = types.ModuleType("__mp_main__")
         module.__file__ = self.path

@@ -19,7 +19,7 @@ _SIGACTION_BYTES = 256  # at least sizeof(struct sigaction): 152 bytes with glib
 
 
 class StoppedError(FailedError):
-    """Raised if a signal stops this process before there is anything to save. Earlier checkpoints do not change."""
+    """Raised if a signal stops this process before it has anything to save. Earlier checkpoints do not change."""
 
     def __init__(self, number: int) -> None:
         """Create the error for the signal with this number."""
@@ -40,8 +40,8 @@ def _raise(number: int, frame: object) -> None:
 def exit_code(environ: Mapping[str, str] = os.environ, *, by_signal: bool = True) -> int:
     """Return the exit code of a run that was asked to stop.
 
-    The code is `EXIT_CODE`, which means that the same command resumes the run. It is 0 if `EXIT_CODE` would restart the
-    run immediately, which happens in two cases:
+    The code is `EXIT_CODE`, which means that the same command resumes the run. The code is 0 if `EXIT_CODE` would
+    restart the run immediately, which happens in two cases:
 
     - under torchrun, which treats every nonzero code as a failure and restarts the ranks with `--max-restarts`;
     - under `srun` if no signal stopped the run, because the batch script requeues jobs that exit with `EXIT_CODE`.
@@ -89,7 +89,7 @@ def _restored(number: signal.Signals) -> Iterator[None]:
 
 
 def die_with_parent() -> None:
-    """Have the kernel kill this process with SIGKILL when the thread that started it exits.
+    """Let the kernel kill this process with SIGKILL when the thread that started it exits.
 
     This function has no effect on systems other than Linux.
     """

@@ -1,4 +1,4 @@
-"""Start and terminate the processes of ranks. `launch` and the pool of live ranks share these functions."""
+"""Start and terminate rank processes. `launch` and the `Ranks` pool share these functions."""
 
 import linecache
 import os
@@ -45,7 +45,7 @@ def announce(nprocs: int, device: str, backend: str) -> str:
 
 
 def oversubscription_warning(nprocs: int, device: str, cores: int) -> str | None:
-    """Return a warning if so many ranks share the CPU cores that starting them takes minutes; otherwise None."""
+    """Return a warning if so many ranks share the CPU cores that startup takes minutes; otherwise, return None."""
     if device != "cpu" or nprocs <= _CROWD * cores:
         return None
     several = "1 core" if cores == 1 else f"{cores} cores"
@@ -56,8 +56,8 @@ def exit_descriptor(process: Any) -> int:
     """Return a new file descriptor that becomes readable when `process` exits. The caller must close it.
 
     The descriptor is a pidfd if the system supports it, and otherwise a duplicate of `Process.sentinel`. The sentinel
-    is a pipe whose other end leaks into the programs that the process starts, so it becomes readable only after those
-    programs have exited too.
+    is a pipe whose other end leaks into the programs that the process starts, so the sentinel becomes readable only
+    after those programs have also exited.
     """
     try:
         return os.pidfd_open(process.pid)
@@ -113,8 +113,8 @@ def wait_for_exit(processes: list[Any]) -> list[Any]:
 def loopback_store(nprocs: int) -> dist.TCPStore | None:
     """Create a store, hosted by this process, for the rendezvous of `nprocs` ranks.
 
-    The function opens the listening socket itself. No other process can then take the port first, and the store listens
-    on the loopback interface only; a `TCPStore` would listen on all interfaces by default.
+    The function opens the listening socket itself. As a result, no other process can take the port first. The store
+    listens on the loopback interface only, whereas a `TCPStore` listens on all interfaces by default.
 
     Returns:
         The store, or None for a single rank, which does not need a store.
@@ -133,7 +133,7 @@ def loopback_store(nprocs: int) -> dist.TCPStore | None:
 
 
 def rank_environment(nprocs: int, threads: int, port: int) -> dict[str, str]:
-    """Return OpenMP's variables, and the variables that torchrun would set except RANK and LOCAL_RANK.
+    """Return OpenMP's environment variables, and those that torchrun would set except RANK and LOCAL_RANK.
 
     OpenMP reads its variables when torch is imported, so they must be set before the process starts.
     """
@@ -187,8 +187,8 @@ def environment(variables: dict[str, str]) -> Iterator[None]:
 def main_module_hidden() -> Iterator[None]:
     """Prevent `multiprocessing` from importing the caller's script in new processes.
 
-    The block applies to processes that start inside it; see `script`. `multiprocessing` checks `__main__.__spec__`, and
-    imports nothing if the module is the `__main__.py` of a package or directory.
+    This applies to processes that start inside the block; see `script`. `multiprocessing` checks `__main__.__spec__`,
+    and imports nothing if the module is the `__main__.py` of a package or directory.
     """
     with _INHERITED:
         main = sys.modules["__main__"]
@@ -200,7 +200,7 @@ def main_module_hidden() -> Iterator[None]:
 
 
 def cell_sources() -> dict[str, list[str]]:
-    """Return the source lines of notebook cells by file name.
+    """Return a dict from file name to the source lines of a notebook cell.
 
     Cells are the entries of `linecache` that have no modification time and no file.
     """
@@ -212,7 +212,7 @@ def cell_sources() -> dict[str, list[str]]:
 
 
 def rename_cells(trace: str) -> str:
-    """Replace the file names of cells with their names in the notebook.
+    """Replace the file names of notebook cells with the labels that the notebook shows.
 
     Example:
         `File "ipykernel_7/3.py", line 2` becomes `Cell In[4], line 2`.

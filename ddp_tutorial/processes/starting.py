@@ -1,4 +1,4 @@
-"""Start a script's ranks with one function, under any launcher.
+"""Start a script's ranks with the same function call under any launcher.
 
     def main(world):
         ...
@@ -63,7 +63,7 @@ def run(
         ConfigError: If a setting or the environment is invalid. The error may originate on any rank.
         RankError: If a rank that was launched here failed. Under torchrun and Slurm, this rank's exception is raised
             unchanged.
-        StoppedError: If a signal stopped ranks that were launched here and had no handler for the signal.
+        StoppedError: If a signal stopped ranks that were launched here and had not installed a handler for the signal.
     """
     require_guard("run")
     if is_launched_rank():

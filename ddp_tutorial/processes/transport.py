@@ -61,9 +61,9 @@ def dump_result(result: object) -> bytes:
 
 
 class _CallPickler(cloudpickle.Pickler):  # type: ignore[misc]
-    """Pickler that pickles the definitions of the rank's script by name.
+    """Pickler that pickles the script's functions and classes by name.
 
-    cloudpickle by itself pickles everything in `__main__` by value.
+    By default, cloudpickle pickles everything in `__main__` by value.
     """
 
     def __init__(self, buffer: io.BytesIO, script: Script | None) -> None:
@@ -79,7 +79,7 @@ class _CallPickler(cloudpickle.Pickler):  # type: ignore[misc]
 class _ResultPickler(cloudpickle.Pickler):  # type: ignore[misc]
     """Pickler that copies tensors to the CPU, because the parent may have no GPU and should not initialize one.
 
-    For a view, only the elements are copied, not the whole storage.
+    For a view, only the view's elements are copied, not the whole storage.
     """
 
     def reducer_override(self, value: Any) -> Any:
@@ -139,7 +139,8 @@ def _culprit(value: object, label: str) -> str | None:
 class Sender:
     """Blocking writer of a message pipe.
 
-    Any thread may send. Messages are never interleaved, and interrupts are deferred while a message is written.
+    Any thread may send messages. Messages are never interleaved, and interrupts are deferred while a message is
+    written.
     """
 
     def __init__(self, fd: int) -> None:

@@ -41,52 +41,52 @@ class RunFolder:
 
     @property
     def config(self) -> Path:
-        """All settings, as JSON."""
+        """The file that contains all settings, as JSON."""
         return self.path / "config.json"
 
     @property
     def metrics(self) -> Path:
-        """The metrics of every step and evaluation, as JSON Lines."""
+        """The file that contains the metrics of every step and evaluation, as JSON Lines."""
         return self.path / "metrics.jsonl"
 
     @property
     def result(self) -> Path:
-        """The result of the run. This file is written last."""
+        """The file that contains the result of the run. This file is written last."""
         return self.path / "result.json"
 
     @property
     def failure(self) -> Path:
-        """The first failed rank, its step and its error; see rank_logs.py."""
+        """The file that records the first failed rank, its step and its error; see rank_logs.py."""
         return self.path / "failed.json"
 
     @property
     def stop_request(self) -> Path:
-        """Request to stop the run. The file contains "stop" or "save", and exists until the request is handled."""
+        """The file that requests a stop. It contains "stop" or "save", and exists until the request is handled."""
         return self.path / "stop"
 
     @property
     def model(self) -> Path:
-        """The final model, as a folder, or as a single file for models that do not define an export format."""
+        """The folder that contains the final model, or a single file if the model defines no export format."""
         return self.path / "model"
 
     @property
     def best(self) -> Path:
-        """The weights of the best evaluation so far, in one folder whose name contains the step."""
+        """The folder that contains the weights of the best evaluation so far, in a subfolder named after the step."""
         return self.path / "best"
 
     @property
     def checkpoints(self) -> Path:
-        """The run's checkpoints."""
+        """The folder that contains the run's checkpoints."""
         return self.path / CHECKPOINTS
 
     @property
     def profile(self) -> Path:
-        """Traces of the profiled steps, and their timeline."""
+        """The folder that contains the traces of the profiled steps and their timeline."""
         return self.path / "profile"
 
     @property
     def timeline(self) -> Path:
-        """The profiled steps of all ranks on a common clock; see `ddp.timeline.Timeline`."""
+        """The file that contains the profiled steps of all ranks on a common clock; see `ddp.timeline.Timeline`."""
         return self.profile / "timeline.json"
 
     def rank_log(self, rank: int) -> Path:
@@ -134,7 +134,7 @@ def folder_of(path: str | Path) -> RunFolder:
 
 
 def request_stop(path: str | Path, request: StopRequest) -> None:
-    """Ask a run to stop after its current step, with or without a checkpoint.
+    """Request that a run stop after its current step, with or without a checkpoint.
 
     Raises:
         ConfigError: If the path is not a run folder.

@@ -21,7 +21,7 @@ LOG = logging.getLogger("ddp_tutorial")
 
 @contextmanager
 def rank_log(world: World, run: RunFolder) -> Iterator[None]:
-    """Inside the block, send `LOG` and Python's warnings to the console and to this rank's file in the run folder."""
+    """Inside the block, send log messages and Python's warnings to the console and to this rank's log file."""
     run.create()  # does not exist yet on a machine that does not share rank 0's disk
     file = logging.FileHandler(run.rank_log(world.rank), encoding="utf-8")
     form = f"%(asctime)s rank {world.rank} %(levelname)-7s %(message)s"
@@ -52,12 +52,13 @@ def rank_log(world: World, run: RunFolder) -> Iterator[None]:
 def record_failure(world: World, run: RunFolder, step: Callable[[], int]) -> Iterator[None]:
     """Log an exception's traceback. If no other rank has failed before, also record the failure in the run folder.
 
-    Later failures are usually caused by the exit of the first failed rank, so they do not replace its record.
+    Later failures are usually caused by the exit of the first failed rank, so they do not replace the first failure's
+    record.
 
     Args:
         world: This rank's world.
         run: Run folder.
-        step: Returns the current step.
+        step: A function that returns the current step.
     """
     try:
         yield

@@ -1,4 +1,4 @@
-"""Record the folder, metrics, rank logs, resource usage and failure of a run with one context manager.
+"""Manage a run's folder, metrics, rank logs, resource usage and failure record with one context manager.
 
 record = RunRecord(world, folder, config)
 with record.exclusive():  # locks the folder; check here whether the run can resume, and raise an error if it cannot
@@ -42,9 +42,9 @@ def open_folder(
         world: This rank's world.
         name: Name of the folder. If empty, the name consists of the time, `label` and the world size.
         label: Suffix of the default name.
-        resuming: Whether to use an existing folder with this name. Otherwise, a number is appended to a name that is
-            taken.
-        shared: Whether all ranks must see the folder, which checkpoints require.
+        resuming: Whether to use an existing folder with this name. Otherwise, a number is appended to the name if the
+            folder exists.
+        shared: Whether all ranks must see the folder. Checkpoints require a shared folder.
         private: Whether a new folder is readable only by its owner. Otherwise, the umask determines its permissions.
             The umask also determines the permissions of new parent folders, such as runs/.
 
@@ -72,7 +72,7 @@ def require_rank_zeros(world: World, name: str) -> None:
 
     Raises:
         ConfigError: If the folder contains logs of other ranks but no config, because the run and its checkpoints are
-            then on a different host. The error is raised on all ranks.
+            then stored on a different host. The error is raised on all ranks.
     """
 
     def look() -> None:
@@ -89,7 +89,7 @@ def require_rank_zeros(world: World, name: str) -> None:
 def _ranks_without(world: World, folder: Path) -> list[str]:
     """Return the ranks that do not see a new file that rank 0 creates in `folder`. Collective.
 
-    The existence of the folder is not sufficient, because each node may have its own folder of that name from an
+    The existence of the folder is not sufficient, because each node may contain its own folder with that name from an
     earlier run.
     """
     if world.size == 1:
@@ -142,8 +142,8 @@ class RunRecord:
             folder: Run folder.
             config: Run settings.
             unit: Unit of the loss's count, such as "samples" or "tokens".
-            events: Whether to also write TensorBoard events. Without the package tensorboardX, only a warning is
-                logged.
+            events: Whether to also write TensorBoard events. If the `tensorboardX` package is not installed, a warning
+                is logged instead.
             memory_limit_mb: Resident memory in MB above which a rank logs a warning. 0 disables the limit.
             gpu_memory_limit_mb: The same limit for the GPU memory that PyTorch has reserved.
         """
@@ -194,7 +194,7 @@ class RunRecord:
         return self
 
     def __exit__(self, *error: Any) -> bool | None:
-        """Stop logging, and record the failure if there was one."""
+        """Stop logging, and record the exception if the block raised one."""
         return self._inside.__exit__(*error)
 
     def reopen(self) -> None:

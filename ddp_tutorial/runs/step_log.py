@@ -87,7 +87,7 @@ class StepLog:
         return int(rounded) if rounded.is_integer() else rounded
 
     def flush(self) -> None:
-        """Write the steps since the last flush."""
+        """Write the steps that were added since the last flush."""
         if not self._pending:
             return
         steps, self._pending = self._pending, []
@@ -147,7 +147,7 @@ class StepLog:
 
     @property
     def latest(self) -> dict[str, float]:
-        """The last loss and rate, for a progress bar. Empty before the first flush."""
+        """The last loss and rate, for a progress bar. The dict is empty before the first flush."""
         return {"loss": self.losses[-1], self.unit + PER_SECOND: self.rates[-1]} if self.rates else {}
 
     @contextmanager
@@ -212,7 +212,7 @@ class Events:
         self._writer.file_writer.add_summary(self._summary(value=values), record["step"])
 
     def rewind(self, step: int) -> None:
-        """Close the file. With the next file, TensorBoard discards all events after `step`."""
+        """Close the file. When the next file is written, TensorBoard discards all events after `step`."""
         self.close()
         self._purge_step = step + 1
 

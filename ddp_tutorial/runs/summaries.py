@@ -92,7 +92,7 @@ def find_run(name: str) -> Path:
 def state_of(folder: Path) -> RunState:
     """Return the state of a run.
 
-    A run that is not running and has written neither a result nor a failure was killed.
+    A run counts as killed if it is not running and has written neither a result nor a failure record.
     """
     if is_locked(folder):
         return "running"
@@ -109,7 +109,7 @@ def state_of(folder: Path) -> RunState:
 
 
 def finite_number(row: Mapping[str, Any], key: str) -> float | None:
-    """Return the number under `key`, or None if there is no finite number."""
+    """Return the finite number stored under `key`, or None if there is none."""
     value = row.get(key)
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         return None
@@ -140,8 +140,8 @@ def metrics_of(rows: Sequence[Row]) -> list[str]:
 def elapsed_seconds(rows: Sequence[Row]) -> list[float]:
     """Return the seconds since the start of the run for each row.
 
-    Logs of older versions do not contain the time, so it is estimated as the sum of the phases. The time continues
-    across restarts, although each process counts from zero.
+    Logs of older versions do not contain the time, so the time is estimated as the sum of the phases. The time
+    continues across restarts, although each process counts from zero.
     """
     times: list[float] = []
     now = offset = before = 0.0
@@ -159,7 +159,7 @@ def elapsed_seconds(rows: Sequence[Row]) -> list[float]:
 
 
 def phases_of(rows: Sequence[Row]) -> tuple[dict[str, float], dict[str, float]]:
-    """Return rank 0's seconds by phase over all rows, in decreasing order.
+    """Return rank 0's total time in seconds by phase, in decreasing order.
 
     Returns:
         The outer phases, and the phases inside `grads`.
@@ -180,7 +180,7 @@ def _longest_first(seconds: Mapping[str, float]) -> dict[str, float]:
 
 
 def _is_outer(name: str, seconds: Mapping[str, Any]) -> bool:
-    """Return whether a phase is not part of a different phase."""
+    """Return whether a phase is not nested inside another phase."""
     return ": " not in name and not (name in _IN_GRADS and "grads" in seconds)
 
 
@@ -218,7 +218,7 @@ class Values:
 
 @dataclass(frozen=True)
 class Failure:
-    """The recorded failure of the first rank that failed."""
+    """The failure record of the first failed rank."""
 
     rank: int | None
     step: int | None
@@ -303,8 +303,8 @@ def read_run(folder: Path) -> tuple[list[Row], Summary]:
 def _last_step(rows: Sequence[Row], result: Mapping[str, Any], failure: Failure | None) -> int:
     """Return the last step of a run.
 
-    The result contains the step. Without a result, the step is the later of the last step in the log and the step in
-    the failure record, because the log of a failed or killed run may lack its last steps.
+    The result contains the step. Without a result, the step is the later of the last logged step and the failure
+    record's step. The log of a failed or killed run may lack its last steps.
     """
     final = finite_number(result, "step")
     if final is not None:
@@ -313,13 +313,13 @@ def _last_step(rows: Sequence[Row], result: Mapping[str, Any], failure: Failure 
 
 
 def unit_of(rows: Sequence[Row]) -> str:
-    """Return the unit of a run's count, from the name of the rate, or "tokens" if the log contains no rate."""
+    """Return the unit of a run's count, derived from the rate's name, or "tokens" if the log contains no rate."""
     names = (key for row in rows for key in row if key.endswith(PER_SECOND))
     return next(names, f"tokens{PER_SECOND}").removesuffix(PER_SECOND)
 
 
 def _count(rows: Sequence[Row], unit: str) -> float | None:
-    """Return the total number of `unit` in the run, or None if it was not logged.
+    """Return the run's total count in units of `unit`, or None if the count was not logged.
 
     Weighted samples count as fractions.
     """
@@ -329,8 +329,8 @@ def _count(rows: Sequence[Row], unit: str) -> float | None:
 def _ranks(run: Run, result: Mapping[str, Any], in_ranks: Sequence[Mapping[str, Any]]) -> int:
     """Return the number of ranks, from the first source that contains it.
 
-    The sources are the result, the last evaluation, the number of rank logs, and the config. The config comes last,
-    because torchrun may have started a different number of ranks.
+    The sources are the result, the last evaluation, the number of rank logs, and the config. The config is the last
+    source, because torchrun may have started a different number of ranks.
     """
     sizes = [len(rss) for each in in_ranks if (rss := numbers_of_ranks(each, "rss_mb"))]
     logs = len(list(run.path.glob("rank_*.log")))
@@ -358,7 +358,7 @@ def rates_of(rows: Sequence[Row], unit: str) -> list[float]:
 
 
 def _median_rate(rows: Sequence[Row], unit: str) -> float | None:
-    """Return the median rate of a run without the first interval, which includes warm-up.
+    """Return a run's median rate, excluding the first interval, which includes warm-up.
 
     Returns:
         The median rate, or None if the log contains no rate.
@@ -383,7 +383,7 @@ def straggler(seconds: Mapping[str, Sequence[float]]) -> dict[str, Any] | None:
     A rank's own work is compared with the median of the other ranks.
 
     Args:
-        seconds: Seconds of each rank, by phase.
+        seconds: Each rank's time in seconds, by phase.
 
     Returns:
         A dict such as `{"rank": 1, "phase": "data", "times": 1.8, "seconds": 4.2}`.
@@ -404,7 +404,7 @@ def straggler(seconds: Mapping[str, Sequence[float]]) -> dict[str, Any] | None:
 
 
 def seconds_of_ranks(in_ranks: Sequence[Mapping[str, Any]]) -> dict[str, list[float]]:
-    """Return the seconds of each rank by phase, summed over evaluations.
+    """Return each rank's time in seconds by phase, summed over evaluations.
 
     Only evaluations with the same world size as the last evaluation count.
     """
@@ -477,7 +477,7 @@ def follow(path: Path, is_over: Callable[[], bool], last: int, pause: float = 0.
 
     Args:
         path: Path of the file, which need not exist yet.
-        is_over: Returns whether to stop. The rest of the file is still read.
+        is_over: A function that returns whether to stop. The rest of the file is still read.
         last: Number of existing lines to yield first.
         pause: Seconds between two reads.
     """

@@ -33,7 +33,7 @@ def imbalance(memory: Mapping[str, Sequence[float]]) -> dict[str, Any] | None:
     """Return the rank that uses much more memory than the median of the others, or None if there is none.
 
     Args:
-        memory: Memory of each rank in MB, by kind, such as "rss_mb".
+        memory: Each rank's memory in MB, by kind, such as "rss_mb".
 
     Returns:
         A dict such as `{"rank": 1, "kind": "rss_mb", "mb": 900.0, "others_mb": 500.0}`.
@@ -47,7 +47,7 @@ def imbalance(memory: Mapping[str, Sequence[float]]) -> dict[str, Any] | None:
 
 
 class Usage:
-    """The resource usage of one rank. It sums the seconds by phase, and gathers the usage of all ranks on request."""
+    """The resource usage of one rank. It sums the time by phase, and gathers the usage of all ranks on request."""
 
     def __init__(self, world: World, limit_mb: float = 0, gpu_limit_mb: float = 0) -> None:
         """Start with zero usage.
@@ -66,7 +66,7 @@ class Usage:
         self._warned: set[str] = set()  # limits that have been exceeded
 
     def add(self, seconds: Mapping[str, float]) -> None:
-        """Add the seconds of one step, by phase."""
+        """Add one step's time in seconds, by phase."""
         self._since.update(seconds)
 
     def watch_memory(self) -> None:
@@ -96,13 +96,13 @@ class Usage:
         )
 
     def gather(self) -> dict[str, Any]:
-        """Return each rank's current memory in MB and its seconds by phase since the last call. Collective."""
+        """Return each rank's current memory in MB and its time in seconds by phase since the last call. Collective."""
         since, self._since = self._since, Counter()
         self._before.update(since)
         return self._gather(self._memory(), since)
 
     def gather_totals(self) -> dict[str, Any]:
-        """Return the peak memory, the seconds by phase of the whole run, the straggler and the imbalance.
+        """Return the peak memory, the whole run's time in seconds by phase, the straggler and the imbalance.
 
         Collective.
         """

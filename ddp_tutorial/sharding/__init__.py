@@ -1,8 +1,9 @@
 """Distribute a dataset's samples to the ranks.
 
-`permutation` computes the sample order of an epoch and each rank's samples in a step, without any processes. `samples`
-makes any dataset readable by sample index. `sharded`, `dispatched`, and `streamed` are three ways to read samples, and
-`make_source` in `sources` selects one of them. `corpus` loads training text, and `stories` generates text.
+`permutation` computes the sample order of an epoch and each rank's samples in a step, without starting processes.
+`samples` makes any dataset readable by sample index. `sharded`, `dispatched`, and `streamed` implement three ways to
+read samples, and `make_source` in `sources` selects one of them. `corpus` loads training text, and `stories` generates
+text.
 """
 
 import lazy_loader

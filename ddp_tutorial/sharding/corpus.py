@@ -6,8 +6,8 @@ small sample of generated stories in the repository. `stories:N` generates N sto
 For custom text, `text:PATH` is a file or a folder. `json:PATH` and `parquet:PATH` are files or folders with a text
 column. The column name is `text` unless specified, as in `json:notes.jsonl#body`. `hub:OWNER/NAME` is a dataset on the
 Hugging Face Hub. `hub:OWNER/NAME@REVISION` specifies a commit, branch or tag. `hub:OWNER/NAME[:20000]` streams the
-first 20,000 documents and does not download the others. These three kinds are read with the `datasets` package, and the
-tokens are cached under runs/cache. A cached dataset from the Hub is never updated.
+first 20,000 documents and does not download the others. The `datasets` package reads `json`, `parquet`, and `hub`
+corpora, and the tokens are cached under runs/cache. A cached dataset from the Hub is never updated.
 
 `bin:FOLDER` memory-maps the token files `train.bin` and `val.bin`; see token_files.py.
 """
@@ -50,8 +50,8 @@ class Corpus:
         name: The name of the corpus.
         train: The training tokens.
         valid: The validation tokens.
-        identity: Identifies the content of a cached corpus by the folder name and the files' sizes and modification
-            times. Empty if the corpus is not cached.
+        identity: A string that identifies the content of a cached corpus by folder name, file sizes, and modification
+            times. The string is empty if the corpus is not cached.
     """
 
     name: str
@@ -233,7 +233,8 @@ def _read_dataset(kind: str, argument: str) -> Iterator[bytes]:
             if column not in row:
                 others = ", ".join(map(repr, row))
                 raise ConfigError(
-                    f"corpus '{kind}:{argument}' has no column {column!r}. Append # and one of its columns: {others}"
+                    f"corpus '{kind}:{argument}' does not contain column {column!r}. "
+                    f"Use '{kind}:{argument.partition('#')[0]}#COLUMN', where COLUMN is one of: {others}"
                 )
             if not isinstance(row[column], str):
                 found = type(row[column]).__name__

@@ -23,12 +23,12 @@ from ddp_tutorial.world import World, require_group
 
 
 class DispatchedSource:
-    """A source in which rank 0 reads for all ranks, for data that only one process can read.
+    """A source for data that only one process can read. Rank 0 reads the samples for all ranks.
 
-    Threads read, send, and receive steps ahead of time while the ranks compute. They use a separate process group. A
-    batch is any tree of tensors with one row per sample. The batch size need not be a multiple of the world size. If
-    `collate_fn` pads, it pads to the longest sample in the global batch. An error on rank 0 is raised on all ranks as a
-    `SourceError`.
+    Threads read, send, and receive steps ahead of time while the ranks compute. These threads use a separate process
+    group. A batch is any tree of tensors with one row per sample. The batch size need not be a multiple of the world
+    size. If `collate_fn` pads, it pads to the longest sample in the global batch. An error on rank 0 is raised on all
+    ranks as a `SourceError`.
 
     If the inner source uses the random number generators of this process (see `uses_local_rng`), rank 0 reads in its
     main thread and does not prefetch. Threads share these generators, so reading in a different thread would change the
@@ -45,7 +45,7 @@ class DispatchedSource:
         """Create the inner source on rank 0, and broadcast its batch size, steps per epoch and state. Collective.
 
         Args:
-            make: Creates the inner source, for a world of one rank. Called only on rank 0.
+            make: A function that creates the inner source for a world of one rank. Only rank 0 calls this function.
             world: The ranks of the run.
             prefetch: The number of steps to prefetch.
         """
@@ -134,7 +134,7 @@ class DispatchedSource:
             raise SourceError(message) from error
 
     def _end_others(self, error: str | None = None) -> None:
-        """Notify the other ranks that rank 0 has stopped sending. `error` is the error message, if there is one."""
+        """Notify the other ranks that rank 0 has stopped sending, and pass on the `error` message, if any."""
         self._is_open = False
         for rank in range(1, self.world.size):
             with suppress(RuntimeError):  # the rank has exited

@@ -1,8 +1,9 @@
-"""Compute which rank processes which samples in which step. This module is pure index arithmetic.
+"""Compute the samples that each rank processes in each step. This module contains only index arithmetic.
 
 Every epoch has a different order, which depends only on the seed and the epoch. The orders of all epochs form one
 endless sequence. A step takes the next `batch_size` samples of the sequence as the global batch, and distributes them
-to the ranks. The position in the sequence is one number, the cursor, which does not depend on the world size.
+to the ranks. The position in the sequence is a single number, called the cursor, which does not depend on the world
+size.
 
     sequence   7 2 5 0 3 | 6 1 4 ...          8 samples, 5 per step
     step 0     7 2 5 0 3                      rank 0 of 2: 7 5 3    rank 1 of 2: 2 0
@@ -36,17 +37,17 @@ BLOCK = 4096  # positions computed at a time, because NumPy is slow on small arr
 
 @dataclass(frozen=True)
 class Permutation:
-    """The order of the samples in every epoch.
+    """The sample order of every epoch.
 
-    The order is computed block by block on demand, so its memory does not grow with the size of the dataset.
+    The order is computed block by block on demand, so memory use does not grow with the dataset size.
 
     Every sample is equally likely to be at any position. The order is a keyed permutation, computed with a Feistel
     network on a x b values. Both a and b are near the square root of `samples`, and a x b is at least `samples`. Values
     that are too large are permuted again, a method called cycle-walking (Black and Rogaway, "Ciphers with Arbitrary
     Finite Domains", 2002).
 
-    The permutation takes about 50 ns per sample on a 2020 CPU core. For an epoch of 10^9 samples, this is 50 s in
-    total, spread over the epoch. A shuffled list of these samples would require 8 GB on every rank.
+    The permutation takes about 50 ns per sample on a 2020 CPU core. For an epoch of 10^9 samples, the total is 50 s,
+    spread over the epoch. A shuffled list of these samples would require 8 GB on every rank.
 
     Attributes:
         samples: The number of samples in the dataset.
@@ -61,7 +62,7 @@ class Permutation:
     window: int | None = None
 
     def take(self, cursor: int, count: int) -> Indices:
-        """Return the `count` samples after the first `cursor` samples of the sequence, across epochs if needed."""
+        """Return the next `count` samples after the first `cursor` samples. They may belong to several epochs."""
         parts = []
         while count:
             epoch, start = divmod(cursor, self.samples)

@@ -92,7 +92,7 @@ def _contents(tree: Tree) -> str:
 class Data(Protocol):
     """A dataset whose samples are read by index.
 
-    Sources of kinds sharded and dispatched accept any object with these two methods.
+    Sources of kind `sharded` or `dispatched` accept any object with these two methods.
     """
 
     def __len__(self) -> int:
@@ -112,8 +112,8 @@ def as_samples(dataset: Any, collate_fn: CollateFn | None = None) -> Data:
 
     Args:
         dataset: The dataset.
-        collate_fn: Combines a list of rows into one batch, as in torch's `DataLoader`. It must pad rows of different
-            lengths. The default is torch's `default_collate`.
+        collate_fn: A function that combines a list of rows into one batch, as in torch's `DataLoader`. The function
+            must pad rows of different lengths. The default is torch's `default_collate`.
 
     Raises:
         ConfigError: If `dataset` has no length or does not support indexing. Such a dataset can only be streamed.
@@ -198,8 +198,8 @@ class TokenBlocks:
 class Tensors:
     """The columns of a `TensorDataset`.
 
-    Each batch requires one indexing operation per column. The result is the same as for reading and stacking rows, but
-    takes about 1/30 of the time.
+    Each batch requires one indexing operation per column. Reading and stacking individual rows would return the same
+    result, but take about 30 times as long.
     """
 
     def __init__(self, columns: Sequence[torch.Tensor]) -> None:
@@ -266,7 +266,7 @@ def collate_rows(rows: Sequence[Any], numbers: Sequence[int], collate_fn: Collat
     Args:
         rows: The rows.
         numbers: The index of each row, for the error message.
-        collate_fn: Combines a list of rows into one batch.
+        collate_fn: A function that combines a list of rows into one batch.
 
     Raises:
         ValueError: If the rows cannot be combined. The message contains the reason.
@@ -392,7 +392,7 @@ class ArrowShards:
         return type(self), (self.paths, self.columns)
 
     def fetch(self, indices: Indices) -> dict[str, torch.Tensor]:
-        """Return each column at `indices` [n], as a tensor [n, ...] of the column's dtype.
+        """Return the rows at `indices` [n]. Each column is a tensor [n, ...] of the column's dtype.
 
         Raises:
             IndexError: If an index is out of range.

@@ -58,9 +58,9 @@ class ShardedSource:
 
         Args:
             data: A map-style dataset, or the result of `as_samples` (for example, with a `collate_fn`).
-            sharding: Returns the global batch of each step.
+            sharding: A sampler that returns the global batch of each step.
             world: The ranks of the run.
-            transform: Maps a batch to another batch, for example for augmentation.
+            transform: A function that maps a batch to another batch, for example for augmentation.
             workers: The number of worker processes on this rank. 0 reads in the main process.
             prefetch: The number of batches that each worker prefetches.
             worker_timeout: The timeout for a batch, in seconds.
@@ -94,7 +94,7 @@ class ShardedSource:
     def uses_local_rng(self) -> bool:
         """Whether reading uses or seeds the random number generators of this process.
 
-        If so, no other thread may use them at the same time.
+        If so, no other thread may use these generators at the same time.
         """
         return not (self.workers or self._fetch.is_deterministic)
 
@@ -161,7 +161,7 @@ class ShardedSource:
         return WorkerBatches(loader) if self.workers else iter(loader)
 
     def state_dict(self) -> SourceState:
-        """Return the cursor, in samples."""
+        """Return the cursor, which counts samples."""
         return {"cursor": self.cursor}
 
     def load_state_dict(self, state: SourceState) -> None:
@@ -198,7 +198,7 @@ class _Plan(Sampler[list[_Planned]]):
 class ByValue:
     """A base class for objects that are pickled by value with cloudpickle.
 
-    Functions defined in a notebook cell can then be sent to a worker process.
+    As a result, functions defined in a notebook cell can be sent to a worker process.
     """
 
     def __getstate__(self) -> bytes:
@@ -249,7 +249,7 @@ def require_samples_for_all(sharding: GlobalBatchSampler, world: World) -> None:
 
 
 def require_streams_for_all(streams: int, batch_size: int, world: World) -> None:
-    """Raise an error if a rank would read no stream, or if a batch cannot contain a sample from every stream.
+    """Raise an error if a rank would not read any stream, or if a batch is smaller than the number of streams.
 
     Raises:
         ConfigError: If there are fewer streams than ranks, or if `batch_size` is less than the number of streams.

@@ -13,8 +13,8 @@ class LocalBatch:
     """This rank's samples for one step or for one micro-batch.
 
     Attributes:
-        samples: A tree of tensors with `count` rows, which the dataset's `fetch` or `collate_fn` returned and
-            `transform` then processed.
+        samples: A tree of tensors with `count` rows. The tree is the output of the dataset's `fetch` or `collate_fn`,
+            processed by `transform`.
         count: The number of samples on this rank, which may be 0 at the end of an epoch.
         global_count: The number of samples on all ranks.
     """
@@ -52,7 +52,7 @@ class Source(Protocol):
         ...
 
     def state_dict(self) -> SourceState:
-        """Return the position after the steps taken so far, which is the same on every rank.
+        """Return the position after the steps taken so far. The position is the same on every rank.
 
         Prefetched batches that have not been taken are not counted.
         """

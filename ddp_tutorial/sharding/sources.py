@@ -1,8 +1,8 @@
 """Define `make_source`, which creates a source from a dataset and a config.
 
-A source determines which samples this rank processes next, and how to resume. It is an endless iterator over this
-rank's shards of the global batches. The source's state is small, identical on every rank, and valid for every world
-size.
+A source determines the samples that this rank processes next, and can resume from a saved state. It is an endless
+iterator over this rank's shards of the global batches. The source's state is small, identical on every rank, and valid
+for every world size.
 
     kind          how the data are read                                  data
     sharded       every rank reads its own samples, by index             any map-style dataset
@@ -71,13 +71,13 @@ def make_source(
         batch_size: The number of samples in a step, over all ranks.
         world: The ranks of the run.
         seed: The seed of the order. None keeps the order in which the samples are stored.
-        config: Specifies how the data are read.
-        collate_fn: Combines a list of samples into one batch, as in torch's `DataLoader`.
-        transform: Maps a batch to another batch, for example for augmentation.
+        config: Settings that specify how the data are read.
+        collate_fn: A function that combines a list of samples into one batch, as in torch's `DataLoader`.
+        transform: A function that maps a batch to another batch, for example for augmentation.
 
     Raises:
-        ConfigError: On all ranks, if the data do not support the kind, if they are empty or differ between ranks (see
-            `require_same_samples`), or if there are fewer samples than ranks.
+        ConfigError: On all ranks, if the data do not support the kind, are empty, or differ between ranks (see
+            `require_same_samples`). Also raised on all ranks if there are fewer samples than ranks.
     """
     _require_kind(config, data)
     ahead: dict[str, Any] = {"transform": transform}
@@ -183,7 +183,7 @@ _LARGE = 1 << 26  # tokens; a digest of this many tokens takes a tenth of a seco
 
 
 def require_same_samples(samples: Data, world: World, what: str = "training samples") -> None:
-    """Raise an error on all ranks if a rank has different samples than rank 0. Collective.
+    """Raise an error on all ranks if a rank's samples differ from rank 0's samples. Collective.
 
     The ranks compare the number of samples, all values of tensors in memory (`TokenBlocks`, `TensorDataset`), and
     some rows of Arrow files. The rows of other datasets are not compared, because reading a row may be slow and may

@@ -43,21 +43,21 @@ class StreamedSource:
     iterable must yield all samples on every rank, in the same order each time, and must not split the data itself.
 
     Samples are taken from the streams in turn. Rank r of W reads the streams s with s mod W = r. Therefore, the order
-    is the same for every world size up to `streams`. The index of a sample in this order is called its place, so the
-    position of the source is a single number of completed places. An exhausted stream leaves its places empty. A rank
-    does not know when the streams of other ranks are exhausted, so the ranks exchange their sample counts at every
-    step. The epoch ends when no rank has any samples.
+    is the same for every world size up to `streams`. Each sample has a position in this order, and the source's state
+    is the number of completed positions. An exhausted stream leaves its positions empty. A rank does not know when the
+    streams of other ranks are exhausted, so the ranks exchange their sample counts at every step. The epoch ends when
+    no rank has any samples.
 
     With a `seed`, samples are shuffled in a buffer, as in `IterableDataset.shuffle`. To resume, the source reads each
     stream from the beginning up to the saved position. A rank's streams are divided among its workers. The workers'
     `collate_fn` outputs are concatenated, so with more than one worker, `collate_fn` should pad to a fixed length.
 
-    The random numbers that `collate_fn` and `transform` draw depend only on the seed, the epoch, and the place.
-    Therefore, a resumed run draws the same numbers. This does not apply to random numbers that the iterable itself
-    draws.
+    The random numbers that `collate_fn` and `transform` draw depend only on the seed, the epoch, and the sample's
+    position. Therefore, a resumed run draws the same numbers. This does not apply to random numbers that the iterable
+    itself draws.
 
     If a worker crashes, the source restarts the workers, at most once per step. The new workers first read their
-    streams up to the current places.
+    streams up to the current positions.
     """
 
     def __init__(
@@ -81,12 +81,12 @@ class StreamedSource:
             dataset: The iterable dataset.
             batch_size: The number of samples in a step, over all ranks.
             world: The ranks of the run.
-            streams: The number of logical streams, which determines the order. The default is the number of shards, or
-                the world size if that is larger.
+            streams: The number of logical streams, which determines the order. The default is the number of shards or
+                the world size, whichever is larger.
             seed: The seed of the order. None keeps the order in which the samples are stored.
             shuffle_buffer: The number of samples in the shuffle buffer.
-            collate_fn: Combines a list of samples into one batch, as in torch's `DataLoader`.
-            transform: Maps a batch to another batch, for example for augmentation.
+            collate_fn: A function that combines a list of samples into one batch, as in torch's `DataLoader`.
+            transform: A function that maps a batch to another batch, for example for augmentation.
             workers: The number of worker processes on this rank. 0 reads in the main process.
             prefetch: The number of batches that each worker prefetches.
             worker_timeout: The timeout for a batch, in seconds.
@@ -125,7 +125,7 @@ class StreamedSource:
     def uses_local_rng(self) -> bool:
         """Whether reading uses or seeds the random number generators of this process.
 
-        If so, no other thread may use them at the same time.
+        If so, no other thread may use these generators at the same time.
         """
         return not self.workers
 
@@ -138,7 +138,7 @@ class StreamedSource:
 
         Raises:
             ConfigError: On all ranks, at the first step, if the dataset is empty or a rank has no samples.
-            SourceError: If reading fails. The message contains the rank, the worker, and the places.
+            SourceError: If reading fails. The message contains the rank, the worker, and the sample positions.
         """
         if micro_batches != self.parts:
             self.close()  # the prefetched batches have a different number of micro-batches
@@ -164,7 +164,7 @@ class StreamedSource:
             self.epoch, self.places = self.epoch + 1, 0
 
     def _next_here(self) -> list[tuple[Tree, int]]:
-        """Return this rank's samples for the next step, split into micro-batches, in the order of their places."""
+        """Return this rank's samples for the next step, split into micro-batches, in the order of their positions."""
         if self._steps is None:
             entropy = (self.seed, 2, self.world.rank, self.epoch, self.places)  # seeds the iterable in the workers
             generator = torch.Generator().manual_seed(seed_of(*entropy))
@@ -186,7 +186,7 @@ class StreamedSource:
         return [self._joined(parts) for parts in zip(*of_workers, strict=True)]
 
     def _joined(self, parts: Iterable["_Part"]) -> tuple[Tree, int]:
-        """Combine all workers' samples of one micro-batch, and return the samples and their number."""
+        """Combine all workers' samples for one micro-batch. Return the samples and the sample count."""
         full = [part for part in parts if len(part.places)]
         if not full:
             if self._empty is None:  # resumed at a step in which this rank has no samples
@@ -198,7 +198,7 @@ class StreamedSource:
         return samples, sum(len(part.places) for part in full)
 
     def _in_order(self, parts: list["_Part"]) -> Tree:
-        """Concatenate the samples of several workers in the order of their places."""
+        """Concatenate the samples of several workers in the order of their positions."""
         order = torch.argsort(torch.cat([part.places for part in parts]))
         try:
             return tree_map(lambda *leaves: torch.cat(leaves)[order], *[part.samples for part in parts])
@@ -210,14 +210,17 @@ class StreamedSource:
             ) from error
 
     def state_dict(self) -> SourceState:
-        """Return the epoch, the number of completed places, and the number of streams, on which the order depends."""
+        """Return the epoch, the number of completed positions, and the number of streams.
+
+        The sample order depends on the number of streams.
+        """
         return {"epoch": self.epoch, "places": self.places, "streams": self.streams}
 
     def load_state_dict(self, state: SourceState) -> None:
         """Resume from a state that `state_dict` returned.
 
         Raises:
-            ConfigError: If the saved run had fewer streams than this world has ranks.
+            ConfigError: If the saved run used fewer streams than there are ranks in this world.
         """
         if state["streams"] < self.world.size:
             raise ConfigError(
@@ -238,7 +241,7 @@ class _Part(NamedTuple):
     """One worker's samples of a micro-batch.
 
     Attributes:
-        places: The places [n] (int64) of the samples.
+        places: The samples' positions [n] (int64) in the sample order.
         samples: The samples.
     """
 
@@ -247,7 +250,7 @@ class _Part(NamedTuple):
 
 
 class _Follow(ByValue, IterableDataset[list[_Part]]):
-    """An endless dataset that reads one rank's streams, or this worker's share of the streams, step by step."""
+    """An endless dataset of one rank's steps. A worker process reads only its own subset of the streams."""
 
     def __init__(self, source: StreamedSource) -> None:
         """Copy the settings and the position of `source`."""
@@ -277,14 +280,14 @@ class _Follow(ByValue, IterableDataset[list[_Part]]):
             yield [self.together([(p, row) for of, p, row in found if of == part]) for part in range(self.parts)]
 
     def follow(self, stream: int) -> Iterator[Any]:
-        """Iterate over a stream's rows, starting at the current place of this epoch."""
+        """Iterate over a stream's rows, starting at the current position in this epoch."""
         # The `skip` of `datasets` would not work here: it keeps the shard order of epoch 0 and, if the data are split
         # by rows, skips the rows of all streams.
         rows = self.shards.rows(stream, self.streams, self.epoch)
         return islice(rows, len(range(stream, self.places, self.streams)), None)
 
     def together(self, found: list[tuple[int, Any]]) -> _Part:
-        """Combine rows and their places into a batch."""
+        """Combine rows and their positions into a batch."""
         if not found:
             return _Part(torch.empty(0, dtype=torch.int64), None)
         places = [place for place, _ in found]
@@ -302,7 +305,7 @@ class _Shards(Protocol):
     def rows(self, stream: int, streams: int, epoch: int) -> Iterator[Any]:
         """Iterate over the rows of stream `stream` of `streams`, in the order of this epoch.
 
-        All streams together contain each row once.
+        Each row belongs to exactly one stream.
         """
         ...
 
@@ -323,7 +326,7 @@ def _as_shards(dataset: Any, seed: int | None, shuffle_buffer: int) -> _Shards:
 
 
 class _DatasetsShards:
-    """A `datasets.IterableDataset`, which has its own shards and its own shuffling."""
+    """A `datasets.IterableDataset`, which provides its own shards and shuffling."""
 
     def __init__(self, dataset: Any) -> None:
         """Store the dataset."""
@@ -341,7 +344,7 @@ class _DatasetsShards:
 class _OneShard:
     """An iterable without shards, which this class shuffles.
 
-    If the iterable has a `set_epoch` method, that method is called in every epoch.
+    If the iterable defines a `set_epoch` method, this class calls the method in every epoch.
     """
 
     count = 1

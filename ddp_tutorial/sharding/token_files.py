@@ -1,7 +1,7 @@
 """Memory-map token files in the formats of nanoGPT and Megatron-LM.
 
-nanoGPT's `prepare.py` writes `train.bin` and `val.bin`, which contain tokens as unsigned 16-bit integers and nothing
-else. Megatron's `preprocess_data.py` writes `PREFIX.bin` and `PREFIX.idx`. The `.idx` file is an index, and its header
+nanoGPT's `prepare.py` writes `train.bin` and `val.bin`, which contain only tokens, as unsigned 16-bit integers.
+Megatron's `preprocess_data.py` writes `PREFIX.bin` and `PREFIX.idx`. The `.idx` file is an index, and its header
 specifies the token dtype.
 
 The files are memory-mapped. Reading a sample loads only the pages that contain it, so a file may be larger than memory.
@@ -32,12 +32,12 @@ def map_tokens(path: Path) -> torch.Tensor:
     """Return the tokens of a `.bin` file as a one-dimensional tensor that is mapped into memory.
 
     Args:
-        path: The token file. If there is an index next to it, with the suffix `.idx`, the index specifies the token
+        path: The token file. If an index with the suffix `.idx` exists next to the file, the index specifies the token
             dtype. Otherwise, the tokens are unsigned 16-bit integers.
 
     Raises:
-        ConfigError: If the file does not exist or is empty, if its size is not a multiple of the token size, or if
-            the index is damaged or of an unknown version.
+        ConfigError: If the file does not exist or is empty, if its size is not a multiple of the token size, or if the
+            index is damaged or its version is unknown.
     """
     if not path.is_file():
         raise ConfigError(f"token file {str(path)!r} does not exist; create it, for example with nanoGPT's prepare.py")
@@ -71,5 +71,5 @@ def _type_of(index: Path) -> type[np.integer[Any]]:
 
 
 def largest_token(tokens: torch.Tensor, count: int = 1 << 20) -> int:
-    """Return the largest of the first and the last `count` tokens. Reading a whole file could take minutes."""
+    """Return the largest of the first and last `count` tokens, because reading a whole file could take minutes."""
     return max(int(part.long().max()) for part in (tokens[:count], tokens[-count:]))

@@ -1,6 +1,7 @@
 """Load tokenizers and tokenize corpora.
 
-The default tokenizer is bytes. Other tokenizers are `tokenizer.json` files of Hugging Face's `tokenizers`.
+The default tokenizer is `bytes`. Other tokenizers are `tokenizer.json` files in the format of Hugging Face's
+`tokenizers` package.
 """
 
 import hashlib
@@ -23,10 +24,10 @@ class Tokenizer:
     """Functions that convert between text and tokens.
 
     Attributes:
-        encode: Converts text to int64 tokens of shape [tokens].
-        decode: Converts tokens to text.
+        encode: A function that converts text to int64 tokens of shape [tokens].
+        decode: A function that converts tokens to text.
         separator: The tokens between two documents.
-        vocab: The size of the vocabulary.
+        vocab: The vocabulary size.
     """
 
     encode: Callable[[str], torch.Tensor]
@@ -36,10 +37,11 @@ class Tokenizer:
 
 
 def load_tokenizer(name: str) -> Tokenizer:
-    """Return the tokenizer `bytes`, or load a `tokenizer.json` file.
+    """Return the `bytes` tokenizer, or load a tokenizer from a `tokenizer.json` file.
 
     Raises:
-        ConfigError: If the file does not exist or contains no tokenizer, or if `tokenizers` is not installed.
+        ConfigError: If the file does not exist or contains no tokenizer, or if the `tokenizers` package is not
+            installed.
     """
     if name == BYTES:
         return Tokenizer(encode, decode, (SEPARATOR,), 256)

@@ -1,8 +1,8 @@
 """Start, monitor, and stop the worker processes that prefetch batches for a rank.
 
-The workers are those of torch's `DataLoader`, except that they ignore termination signals. `kill -TERM -- -PGID`,
-Ctrl-C, and Slurm send a termination signal to all processes of a job. However, a rank that saves a checkpoint before it
-exits still needs its workers.
+The workers are torch `DataLoader` workers that ignore termination signals. `kill -TERM -- -PGID`, Ctrl-C, and Slurm
+send a termination signal to all processes of a job. However, a rank that saves a checkpoint before it exits still needs
+its workers.
 """
 
 import logging
@@ -72,8 +72,8 @@ def too_many_workers(workers: int, ranks: int, cores: int) -> str | None:
 def next_from(batches: Iterator[Item], worker_timeout: float) -> Item:
     """Return the next batch of a `DataLoader`.
 
-    A `DataLoader` detects dead workers only when its own timeout expires. Therefore, that timeout is `POLL_SECONDS`,
-    and this function waits repeatedly.
+    A `DataLoader` detects dead workers only when its own timeout expires. Therefore, its timeout is set to
+    `POLL_SECONDS`, and this function waits repeatedly.
 
     Raises:
         SourceError: If no batch arrives within `worker_timeout` seconds.
@@ -107,7 +107,7 @@ class WorkerRestart:
     """
 
     def __init__(self) -> None:
-        """Start with no restart recorded."""
+        """Create a policy without recorded restarts."""
         self._place: object = None  # the step of the last restart
 
     def is_due(self, batches: object, place: object, message: str) -> bool:
@@ -128,7 +128,7 @@ class WorkerRestart:
 def failed_worker(batches: object, turn: int, workers: int) -> tuple[str, int]:
     """Return a description of the failed worker, and the number of batches before that worker's next batch.
 
-    The failed worker is a worker that has exited or, if there is none, the worker whose batch is due.
+    The failed worker is a worker that has exited or, if no worker has exited, the worker whose batch is due.
     """
     if not isinstance(batches, WorkerBatches):
         return "", 0
@@ -166,7 +166,7 @@ class WorkerBatches(Iterator[Item]):
         return [number for number, process in enumerate(worker_processes(self._batches)) if not process.is_alive()]
 
     def wait_for_worker_exit(self) -> bool:
-        """Wait up to `POLL_SECONDS` for a worker to exit, and return whether one has exited."""
+        """Wait up to `POLL_SECONDS` for a worker to exit, and return whether a worker has exited."""
         deadline = time.monotonic() + POLL_SECONDS
         while not (found := self.exited_workers()) and time.monotonic() < deadline:
             time.sleep(0.01)
@@ -201,9 +201,9 @@ def _ignore_signals(number: int, frame: object) -> None:
 
 
 def _exit_on_request(requests: Connection) -> None:
-    """Terminate this worker when its rank requests it or has exited.
+    """Terminate this worker when its rank requests termination or has exited.
 
-    torch's own watchdog checks only between two batches, and one batch may take forever.
+    torch's own watchdog checks only between batches, but a single batch may take forever.
     """
     rank = multiprocessing.parent_process()
     signs: list[Any] = [requests, rank.sentinel] if rank is not None else [requests]

@@ -65,7 +65,7 @@ class SlurmConfig(Config):
     def _is_warned_in_time(self) -> "SlurmConfig":
         if self.warning >= self.seconds:
             raise ValueError(
-                f"'slurm.warning' must be shorter than 'slurm.time' {self.time!r}, got {self.warning} seconds"
+                f"'slurm.warning' must be shorter than 'slurm.time' ({self.time}), got {self.warning} seconds"
             )
         return self
 
@@ -74,22 +74,23 @@ class SlurmConfig(Config):
         listed = node_names(self.nodelist) if self.nodelist else []
         if listed and len(listed) != self.nodes:
             raise ValueError(
-                f"'slurm.nodes' must be {len(listed)}, as in 'slurm.nodelist' {self.nodelist}, got {self.nodes}"
+                f"'slurm.nodes' must be {len(listed)}, the number of nodes in 'slurm.nodelist' ({self.nodelist}), "
+                f"got {self.nodes}"
             )
         return self
 
 
 def parse_time(time: str) -> int:
-    """Return a time limit in seconds: "90min" -> 5400; also "1d12h", "1:30:00" and "1-12:00:00".
+    """Convert a time limit, such as "90min", "1d12h", "1:30:00" or "1-12:00:00", to seconds.
 
     Raises:
-        ConfigError: If there is no unit, or if the time is ambiguous, such as Slurm's "90" and "90:00".
+        ConfigError: If the time is not valid, or is ambiguous, such as Slurm's "90" and "90:00".
     """
     match = re.fullmatch(_UNITS, time) or re.fullmatch(_CLOCK, time)
     days, hours, minutes, seconds = (int(part or 0) for part in match.groups()) if match else (0, 0, 0, 0)
     found = seconds + 60 * (minutes + 60 * (hours + 24 * days))
     if not found:
         raise ConfigError(
-            f"'slurm.time' must be a time with units (90min, 2h, 1d12h, 1:30:00 or 1-12:00:00), got {time!r}"
+            f"'slurm.time' must be a duration, such as 90min, 2h, 1d12h, 1:30:00 or 1-12:00:00, got {time!r}"
         )
     return found

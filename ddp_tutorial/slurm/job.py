@@ -1,19 +1,19 @@
 """Write batch scripts for Slurm, and submit them.
 
-The script is plain text, which users can read, edit and submit by hand. It uses only documented features of Slurm. A
-library such as submitit (1.5) also writes scripts and requeues jobs, but its jobs load a pickled function. Here, the
-job runs a command line that saves checkpoints and resumes from them.
+The script is plain text, which users can read, edit and submit by hand. It uses only documented features of Slurm.
+Libraries such as submitit (1.5) also write scripts and requeue jobs, but their jobs load a pickled function. This
+package's jobs run a command that saves checkpoints and resumes from them.
 
 A job ends in one of these ways:
 
-- The time limit is near: Slurm sends USR1 to every rank (`--signal`). The ranks save after the same step and exit with
-  code 75, and the script requeues the job.
-- The job is preempted, and its partition has a grace time: Slurm sends TERM, or USR1 if the cluster is configured so,
-  and the ranks and the script act as above.
+- The time limit is near: Slurm sends USR1 to every rank (`--signal`). The ranks save a checkpoint after the same step
+  and exit with code 75, and the script requeues the job.
+- The job is preempted, and its partition has a grace time: Slurm sends TERM or, if configured to do so, USR1. The ranks
+  and the script respond as above.
 - The job is preempted or requeued without notice: the ranks and the script receive TERM, and Slurm requeues the job.
-  The ranks have saved if they finish within KillWait, usually 30 seconds.
-- The job is canceled: Slurm sends the same signals, but the job is not requeued, because the script is terminated too.
-  This is why the script does not trap signals.
+  The ranks save a checkpoint if they finish within KillWait, usually 30 seconds.
+- The job is canceled: Slurm sends the same signals, but the job is not requeued, because the signals also terminate the
+  script. For this reason, the script does not trap signals.
 - A node fails: Slurm requeues the job, which resumes from the latest checkpoint.
 """
 
@@ -34,12 +34,12 @@ _DONE = '"status": "finished"|"reason": "a request"'  # in the result of a run t
 
 
 def ranks_per_node(ranks: int, slurm: SlurmConfig) -> int:
-    """Return the number of ranks on each node. Raise `ConfigError` if the nodes cannot have the same number."""
+    """Return the number of ranks per node. Raise `ConfigError` if the ranks cannot be split evenly among the nodes."""
     if ranks % slurm.nodes:
         fewer = ranks - ranks % slurm.nodes
         counts = " or ".join(str(count) for count in (fewer, fewer + slurm.nodes) if count)
         raise ConfigError(
-            f"'nprocs' must be a multiple of 'slurm.nodes' {slurm.nodes}, got {ranks}: use nprocs={counts}"
+            f"'nprocs' must be a multiple of 'slurm.nodes' ({slurm.nodes}), got {ranks}: use nprocs={counts}"
         )
     return ranks // slurm.nodes
 
@@ -59,7 +59,7 @@ def batch_script(
 
     Args:
         command: Shell code that may use "$run".
-        ranks: The number of ranks, over all nodes.
+        ranks: The total number of ranks on all nodes.
         slurm: The settings of the job.
         run: Shell code for the name of the run that `command` resumes.
         name: The job name.
@@ -68,7 +68,7 @@ def batch_script(
         timeout: Timeout in seconds for the other ranks to exit after the first rank has exited.
 
     Raises:
-        ConfigError: If the nodes cannot have the same number of ranks.
+        ConfigError: If the ranks cannot be divided evenly among the nodes.
     """
     here = ranks_per_node(ranks, slurm)
     by_srun = slurm.starter == "srun"
@@ -137,7 +137,7 @@ def _agents(srun: str, python: str, command: str, nodes: int, here: int) -> Iter
 
 
 def _clock(seconds: int) -> str:
-    """Return a time as Slurm writes it: 5400 -> 0-01:30:00."""
+    """Return a time in Slurm's format, such as 0-01:30:00 for 5400 seconds."""
     minutes, hours = seconds // 60, seconds // 3600
     return f"{hours // 24}-{hours % 24:02}:{minutes % 60:02}:{seconds % 60:02}"
 

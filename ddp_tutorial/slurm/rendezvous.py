@@ -1,12 +1,12 @@
 """Connect the ranks of a Slurm step through a free port, which rank 0 publishes in a private file.
 
 Slurm provides the node names, but no port. A port computed from the job ID may be in use, and every user of the cluster
-can compute it. Instead, rank 0 listens at a port that the operating system chooses, and writes host, port and a nonce
-to `runs/.rendezvous/CLUSTER-JOB.RESTART.STEP`. The folder has mode 0700, and the file has mode 0600. The other ranks
-wait for that file, connect, and compare the nonce, so they never use an earlier job's store.
+can compute it. Instead, rank 0 listens on a port that the operating system chooses, and writes its host, its port and a
+nonce to `runs/.rendezvous/CLUSTER-JOB.RESTART.STEP`. The folder has mode 0700, and the file has mode 0600. The other
+ranks wait for that file, connect, and compare the nonce, so they never use an earlier job's store.
 
-This module registers the scheme of these addresses with torch, for `init_process_group(init_method=...)`. An address is
-`slurm://n0/box-7.0.0`, for example.
+This module registers the scheme of these addresses with torch, for `init_process_group(init_method=...)`. An example is
+`slurm://n0/box-7.0.0`.
 """
 
 import json
@@ -37,7 +37,7 @@ def slurm_address(host: str, cluster: str, job: int, restarts: int, step: int) -
 
 
 def _rendezvous(url: str, timeout: timedelta, **_: Any) -> Iterator[tuple[dist.Store, int, int]]:
-    """Yield the store of the step, the rank and the world size, as torch's rendezvous handlers do. Collective."""
+    """Yield the step's store, the rank and the world size, as torch's rendezvous handlers do. Collective."""
     address, query = urlsplit(url), parse_qs(urlsplit(url).query)
     rank, size = int(query["rank"][0]), int(query["world_size"][0])
     host, path = address.hostname or "localhost", FOLDER / address.path.lstrip("/")

@@ -12,7 +12,7 @@ from ddp_tutorial.slurm.rendezvous import slurm_address
 def world_of_step(environ: Mapping[str, str]) -> dict[str, int | str] | None:
     """Return the fields of `World` for this task of a job step, or None outside a step.
 
-    A batch script and an interactive shell also have SLURM_PROCID=0, but only a step has an ID.
+    In batch scripts and interactive shells, SLURM_PROCID is also 0, but SLURM_STEP_ID is set only in a step.
 
     Raises:
         ConfigError: If the variables contradict each other.
@@ -24,7 +24,7 @@ def world_of_step(environ: Mapping[str, str]) -> dict[str, int | str] | None:
     per_node, node = tasks_per_node(tasks), integer_variable(environ, "SLURM_NODEID", 0)
     if not 0 <= node < len(per_node):
         raise ConfigError(
-            f"SLURM_NODEID must be between 0 and {len(per_node) - 1}, for the tasks per node {tasks!r}, got {node}"
+            f"SLURM_NODEID must be between 0 and {len(per_node) - 1}, got {node} (SLURM_STEP_TASKS_PER_NODE={tasks!r})"
         )
     if "SLURM_STEP_TASKS_PER_NODE" in environ and sum(per_node) != size:
         raise ConfigError(
@@ -58,7 +58,7 @@ def _init_method(environ: Mapping[str, str], first_node: str) -> str:
 def has_gpu_per_task(environ: Mapping[str, str], local_size: int) -> bool:
     """Return whether Slurm allocated at least one GPU per task on the node, as with `srun --gpus-per-task=1`.
 
-    If so, a task that sees fewer GPUs than the node has tasks sees only its own GPUs.
+    In this case, if a task sees fewer GPUs than there are tasks on the node, it sees only its own GPUs.
     """
     if "SLURM_STEP_ID" not in environ:
         return False

@@ -2,7 +2,7 @@
 
 `step` builds a training step from a config, `trainer` contains the loop, and `config` defines the settings.
 `evaluation`, `evaluation_tracker`, `stopping`, `metrics`, `profiling` and `callbacks` implement the periodic actions of
-the loop. `tasks` builds a model, data and a loss from a config. `gpt` contains the model of task gpt.
+the loop. `tasks` builds a model, data and a loss from a config. `gpt` defines the model of the `gpt` task.
 """
 
 import lazy_loader

@@ -17,7 +17,7 @@ class Callback:
     """
 
     def on_step(self, trainer: Any, result: StepResult) -> None:
-        """Handle the end of an optimizer step. `trainer.step_count` is the number of the step."""
+        """Handle the end of an optimizer step. `trainer.step_count` is the number of completed steps."""
 
     def on_evaluate(self, trainer: Any, step: int, means: dict[str, float]) -> None:
         """Handle the end of an evaluation. `means` contains the validation loss as `loss`, and the metrics."""
@@ -30,14 +30,14 @@ class Callback:
 
 
 class CallbackError(FailedError):
-    """Raised on all ranks if a callback raised an exception on a different rank."""
+    """Raised on a rank if a callback raised an exception only on a different rank."""
 
 
 def check_callbacks(world: World, callbacks: Sequence[Callback]) -> list[Callback]:
     """Return the callbacks as a list. Collective.
 
     Raises:
-        ConfigError: If an element is not a `Callback`, or if the ranks have different callbacks.
+        ConfigError: If an element is not a `Callback`, or if the callbacks differ between ranks.
     """
     problem = ""
     for each in callbacks:
@@ -51,7 +51,7 @@ def check_callbacks(world: World, callbacks: Sequence[Callback]) -> list[Callbac
 
 
 def require_same_names(world: World, what: str, names: list[str], problem: str, advice: str = "") -> None:
-    """Raise `ConfigError` on all ranks if a rank reports a `problem` or has different names than rank 0. Collective."""
+    """Raise `ConfigError` on all ranks if a rank reports a `problem` or its names differ from rank 0's. Collective."""
     of_ranks = all_gather(world, (problem, names))
     for rank, (found, theirs) in enumerate(of_ranks):
         if found:

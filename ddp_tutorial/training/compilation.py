@@ -1,4 +1,4 @@
-"""Reject a model that cannot be compiled, before a rank starts and before anything is written."""
+"""Reject a model that cannot be compiled, before any rank starts and before any file is written."""
 
 import os
 import shutil
@@ -38,14 +38,14 @@ def require_compilable(model: nn.Module, config: TrainConfig, world: World) -> N
 
 
 def require_backend(config: CompileConfig) -> None:
-    """Raise `ConfigError` if PyTorch does not have the backend."""
+    """Raise `ConfigError` if PyTorch does not provide the backend."""
     known = torch.compiler.list_backends(exclude_tags=())
     if config.backend not in known:
         raise ConfigError(f"unknown 'compile.backend' {config.backend!r}.{did_you_mean(config.backend, known)}")
 
 
 def require_compiler(config: CompileConfig, device: torch.device) -> None:
-    """Raise `ConfigError` if backend inductor requires a C++ compiler and this host has none."""
+    """Raise `ConfigError` if the inductor backend requires a C++ compiler that this host lacks."""
     if not has_compiler(config, device):
         raise ConfigError(_NO_COMPILER)
 
@@ -57,7 +57,7 @@ _NO_COMPILER = (
 
 
 def has_compiler(config: CompileConfig, device: torch.device) -> bool:
-    """Return whether this host has the C++ compiler that backend inductor requires on CPUs."""
+    """Return whether this host provides the C++ compiler that the inductor backend requires on CPUs."""
     default = {"darwin": "clang++", "win32": "cl"}.get(sys.platform, "g++")
     is_needed = config.backend == "inductor" and device.type == "cpu"
     return not is_needed or shutil.which(os.environ.get("CXX", default)) is not None

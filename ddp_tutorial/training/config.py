@@ -1,7 +1,7 @@
 """Define the settings of a run, with their defaults, ranges and descriptions.
 
 `TrainConfig` works with any model, data and loss. `TaskConfig` adds the settings that specify the model, the data and
-the loss by name, for the command line and for config files.
+the loss by name, for the command-line interface and for config files.
 """
 
 import json
@@ -71,12 +71,12 @@ def check_class(value: Any, names: tuple[str, ...] = ()) -> Any:
 
 
 def check_function(value: Any) -> Any:
-    """Return None, a function's import path, or the import path and arguments of a class with callable instances."""
+    """Return `value` if it is None, a function's import path, or a callable class's import path and arguments."""
     return value if value is None or is_import_path(value) else check_class(value)
 
 
 class BestConfig(Config):
-    """The criterion for the best evaluation, for early stopping and for the best model."""
+    """The criterion that selects the best evaluation, for early stopping and for the best model."""
 
     metric: str = Field("loss", description="`loss`, or a metric that the loss function returns.")
     mode: Mode = Field("min", description="Whether lower or higher is better.")
@@ -290,7 +290,7 @@ class TrainConfig(Config):
 
     @property
     def remarks(self) -> list[str]:
-        """Messages about settings whose effect differs from their value, to log at the start of the run."""
+        """Messages about settings whose effect differs from their value. They are logged when the run starts."""
         return []
 
     @model_validator(mode="after")
@@ -392,7 +392,7 @@ _Imported: Any = create_model("_Imported", __base__=Config, **_FIELDS)
 
 
 class ModelConfig(_Imported, Config):
-    """The size of the GPT that task gpt trains, or the class of a different model."""
+    """The size of the GPT model that the `gpt` task trains, or the class of a different model."""
 
     args: dict[str, Any] = Field({}, examples=[{"width": 64}], description="Keyword arguments of `class`.")
     layers: int = Field(4, ge=1, description="Number of transformer blocks.")
@@ -433,7 +433,7 @@ class ModelConfig(_Imported, Config):
 
 
 class TaskConfig(TrainConfig):
-    """The settings of a run whose model, data and loss are specified by name, including the number of ranks."""
+    """The settings of a run, including the number of ranks. The model, data and loss are specified by name."""
 
     alternatives: ClassVar[tuple[tuple[str, str], ...]] = (
         *TrainConfig.alternatives,
@@ -507,7 +507,7 @@ class TaskConfig(TrainConfig):
 
     @property
     def has_tokens(self) -> bool:
-        """Whether the corpus already contains tokens, so that it does not need a tokenizer."""
+        """Whether the corpus contains tokens and therefore does not require a tokenizer."""
         return self.corpus.startswith("bin:")
 
     @property

@@ -1,6 +1,6 @@
 """Choose pipeline cuts for `pipeline.split=measured`, and record the cuts in the run's setting `pipeline.cuts`.
 
-A run that resumes uses the recorded cuts and does not measure again.
+A resumed run uses the recorded cuts and does not repeat the measurement.
 """
 
 from collections.abc import Sequence

@@ -1,4 +1,4 @@
-"""Compute the loss and metrics on validation samples, which do not depend on the number of ranks."""
+"""Compute the loss and metrics on validation samples, independently of the number of ranks."""
 
 import math
 from collections.abc import Mapping
@@ -40,7 +40,7 @@ def evaluate(
     random number generators are restored, so evaluation does not affect training.
 
     Raises:
-        ConfigError: If the loss also returns a metric with a name in `metrics`, or if a metric is not a number.
+        ConfigError: If the loss and `metrics` define the same metric, or if a metric's value is not a number.
     """
     metrics = metrics or {}
     updated = {name: make() for name, make in metrics.items()}

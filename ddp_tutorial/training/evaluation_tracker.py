@@ -35,7 +35,10 @@ class EvaluationTracker:
         name = self.config.best.metric
         for means in self.evaluations.values():
             if name not in means:
-                raise ConfigError(f"'best.metric' {name!r} is not evaluated.{did_you_mean(name, sorted(means))}")
+                raise ConfigError(
+                    f"'best.metric' must be the name of an evaluated metric, got {name!r}."
+                    f"{did_you_mean(name, sorted(means))}"
+                )
         return {step: means[name] for step, means in self.evaluations.items()}
 
     @property

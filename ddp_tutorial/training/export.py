@@ -51,8 +51,8 @@ def load(run: str | Path, model: nn.Module | None = None, *, best: bool = False)
 
     Args:
         run: The directory of the run.
-        model: A model of the same architecture to load the weights into. A run of a task needs no `model`.
-        best: Load the best weights, which `best_model` saved, instead of the final weights.
+        model: A model of the same architecture, into which the weights are loaded. Not required for a run of a task.
+        best: Whether to load the best weights, which `best_model` saved, instead of the final weights.
 
     Raises:
         ConfigError: If the run folder does not contain the model.
@@ -82,10 +82,12 @@ def load(run: str | Path, model: nn.Module | None = None, *, best: bool = False)
 
 
 def evaluate(run: str | Path, *, samples: int | None = None, best: bool = False) -> dict[str, Any]:
-    """Return the loss on the first `samples` validation samples, by default `eval_samples`, in one process.
+    """Evaluate a run's model on the first `samples` validation samples, in one process.
 
-    The loss is in nats per token. The result also contains the perplexity and the loss in bits per token. With
-    tokenizer bytes, a token is one byte.
+    `samples` defaults to the setting `eval_samples`.
+
+    The loss is in nats per token. The result also contains the perplexity and the loss in bits per token. With the
+    `bytes` tokenizer, a token is one byte.
     """
     config, model = config_of(run), load(run, best=best)
     world, task = World(device=choose_device(config.device if config.device == "cpu" else "auto")), task_of(config)

@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 
 
 class Attention(nn.Module):
-    """Causal self-attention with `heads` heads, from [batch, time, width] to the same shape."""
+    """Causal self-attention with `heads` heads. The input and the output have shape [batch, time, width]."""
 
     def __init__(self, width: int, heads: int, dropout: float) -> None:
         """Create the projections. `width` must be a multiple of `heads`."""
@@ -57,7 +57,7 @@ class Block(nn.Module):
 
 
 class _Embed(nn.Module):
-    """The embedding of tokens [batch, time] as [batch, time, width]. It shares its modules with a `GPT`."""
+    """An embedding that maps tokens [batch, time] to [batch, time, width]. It shares its modules with a `GPT`."""
 
     def __init__(self, tokens: nn.Embedding, positions: nn.Embedding, dropout: nn.Dropout) -> None:
         super().__init__()
@@ -84,7 +84,7 @@ class GPT(nn.Module, PyTorchModelHubMixin):
 
     With `recompute`, only the block inputs are stored, and the backward pass recomputes the other activations. This
     saves memory but requires about a third more computation (Chen et al., "Training deep nets with sublinear memory
-    cost", 2016). The result is bitwise identical, even with dropout.
+    cost", 2016). The result is bitwise identical to the result without `recompute`, even with dropout.
 
     The weights depend on the state of torch's random number generator. Before you create the
     model, call `torch.manual_seed` with the same seed on every rank, so that all ranks start with the same weights.
@@ -144,7 +144,7 @@ class GPT(nn.Module, PyTorchModelHubMixin):
 
     @torch.no_grad()
     def generate(self, prompt: torch.Tensor, length: int, temperature: float = 0.8, seed: int = 0) -> torch.Tensor:
-        """Return `prompt` [time] followed by `length` sampled tokens. The same seed samples the same tokens."""
+        """Return `prompt` [time] followed by `length` sampled tokens. The same seed produces the same tokens."""
         was_training, tokens = self.training, prompt
         generator = torch.Generator(prompt.device).manual_seed(seed)
         self.eval()
@@ -164,14 +164,14 @@ def loss_sum(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
 
 
 def next_token_loss(model: Any, samples: Any) -> tuple[torch.Tensor, int]:
-    """Return the loss of predicting each token from the previous tokens, in nats, summed over all targets.
+    """Return the next-token prediction loss in nats, summed over all targets.
 
     Args:
-        model: Maps tokens to logits.
+        model: A model or function that maps tokens to logits.
         samples: A dictionary whose `tokens` are integers of shape [batch, time + 1].
 
     Returns:
-        The sum, and the number of targets.
+        The summed loss, and the number of targets.
     """
     tokens = samples["tokens"].long()
     targets = tokens[:, 1:]

@@ -12,12 +12,13 @@ Base = TypeVar("Base")
 
 
 def import_object(name: str, path: str, is_known: Callable[[Any], bool]) -> Any:
-    """Import an object from a module. This executes the module.
+    """Import an object from a module. The import executes the module.
 
     Args:
         name: The setting that contains the path, for the error message.
         path: The module and the name of the object, such as `"torch.optim.SGD"`.
-        is_known: Returns whether the error message about a missing object may suggest this object instead.
+        is_known: A function that returns whether the error message about a missing object may suggest this object
+            instead.
 
     Raises:
         ConfigError: If the module cannot be imported, or if it does not contain the object.
@@ -89,10 +90,10 @@ def check_arguments(name: str, setting: ClassSetting, base: type) -> None:
 
 
 def construct(name: str, setting: ClassSetting, base: type[Base], *args: Any, **defaults: Any) -> Base:
-    """Import the class of a setting and construct an object with the arguments of the setting.
+    """Import a setting's class, and construct an object with the setting's arguments.
 
     Args:
-        name: The setting, for the error message.
+        name: The setting's name, for the error message.
         setting: The import path of the class, and its keyword arguments.
         base: The required base class.
         args: Positional arguments.

@@ -34,7 +34,7 @@ def check_metrics(world: World, metrics: Mapping[str, MakeMetric] | None) -> dic
     """Return the metrics as a dict. Collective.
 
     Raises:
-        ConfigError: If a value is not a class or a function, or if the ranks have different metrics.
+        ConfigError: If a value is not a class or a function, or if the metrics differ between ranks.
     """
     metrics = dict(metrics or {})
     problem = ""
@@ -55,7 +55,7 @@ def state_of(metric: Metric) -> Any:
 
 
 def value_of(name: str, metric: Metric, states: Sequence[Any]) -> float:
-    """Return the value that a metric computes from the states of the ranks.
+    """Return the value that a metric computes from the ranks' states.
 
     Raises:
         ConfigError: If the value is not a number.

@@ -40,7 +40,7 @@ def make_optimizer(model: nn.Module, config: TrainConfig) -> Optimizer:
     """Return the optimizer that `config` specifies, for the trainable parameters.
 
     AdamW and SGD are fused, unless a parameter is complex, because torch has no fused kernel for complex numbers. A
-    class that `config` specifies by import path only receives the learning rate and its own arguments.
+    class that `config` specifies by import path receives only the learning rate and its own arguments.
 
     Raises:
         ConfigError: If the class cannot be imported, is not an optimizer, or does not accept its arguments.
@@ -54,7 +54,10 @@ def make_optimizer(model: nn.Module, config: TrainConfig) -> Optimizer:
 
 
 def parameter_groups(model: nn.Module, config: TrainConfig) -> list[dict[str, Any]]:
-    """Return the trainable parameters in two groups. The second group, norms and biases, has no weight decay."""
+    """Return the trainable parameters in two groups.
+
+    The second group contains norms and biases. Weight decay does not apply to this group.
+    """
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     matrices, vectors = [p for p in trained if p.dim() >= 2], [p for p in trained if p.dim() < 2]
     return [{"params": matrices, "weight_decay": config.weight_decay}, {"params": vectors, "weight_decay": 0.0}]
@@ -92,7 +95,7 @@ def config_for(optimizer: OptimizerLike | None, config: SomeConfig) -> SomeConfi
 
 
 def resolve_optimizer(optimizer: OptimizerLike, model: nn.Module) -> Optimizer:
-    """Return `optimizer`, or the optimizer that it returns if it is a function of the model.
+    """Return `optimizer` or, if it is a function, the optimizer that it creates for the model.
 
     Raises:
         ConfigError: If the result is not an optimizer.
@@ -112,7 +115,7 @@ def resolve_optimizer(optimizer: OptimizerLike, model: nn.Module) -> Optimizer:
 
 
 def resolve_scheduler(scheduler: SchedulerLike, optimizer: Optimizer) -> LRScheduler:
-    """Return `scheduler`, or the schedule that it returns if it is a function of the optimizer.
+    """Return `scheduler` or, if it is a function, the schedule that it creates for the optimizer.
 
     Raises:
         ConfigError: If the result is not a schedule, or if it requires a validation loss.

@@ -30,7 +30,7 @@ OPTIMIZER_BYTES = {"adamw": 8, "sgd": 4}  # per parameter, for two float32 movin
 
 
 def plan(config: TaskConfig, layers: Iterable[Layer], environ: Mapping[str, str] = os.environ) -> dict[str, Any]:
-    """Return a run's plan, from its settings and their origins to its memory, communication and directory.
+    """Return a run's plan, including its settings and their origins, memory, communication and directory.
 
     Args:
         config: The config of the run.
@@ -110,10 +110,10 @@ def settings(config: TaskConfig, layers: Iterable[Layer], used: TaskConfig | Non
 def memory(config: TaskConfig, samples: int, ranks: int = 1) -> dict[str, int]:
     """Estimate the memory in bytes that one rank needs.
 
-    The estimate contains four bytes per parameter and per gradient, and the optimizer state. A sharding strategy
-    divides this memory by the number of ranks per replica, and adds the weights that a rank gathers temporarily. The
-    size of the saved activations is measured on torch's meta device, which allocates no memory. Attention may need less
-    memory than estimated. Python and torch need about 300 MB more on a CPU.
+    The estimate includes four bytes per parameter, four bytes per gradient element, and the optimizer state. With a
+    sharding strategy, this memory is divided by the number of ranks per replica, and temporarily gathered weights are
+    added. The size of the saved activations is measured on torch's meta device, which allocates no memory. Attention
+    may need less memory than estimated. Python and torch need about 300 MB more on a CPU.
 
     Args:
         config: The config of the run.
@@ -121,8 +121,8 @@ def memory(config: TaskConfig, samples: int, ranks: int = 1) -> dict[str, int]:
         ranks: The number of ranks.
 
     Returns:
-        The bytes by purpose, and their `total`. For a pipeline, these are the bytes of the rank that needs the most
-        memory. `parameters` is the number of parameters of the full model.
+        The memory in bytes by purpose, and the `total`. For a pipeline, the values are those of the rank that requires
+        the most memory. `parameters` is the number of parameters of the full model.
     """
     task = task_of(config)
     with torch.device("meta"):
@@ -144,7 +144,7 @@ def memory(config: TaskConfig, samples: int, ranks: int = 1) -> dict[str, int]:
 
 
 def stages_of_ranks(config: TaskConfig, samples: int, ranks: int) -> list[dict[str, Any]]:
-    """For each rank of a pipeline, return its parameters, its memory by purpose, and the bytes that it sends in a step.
+    """Return each pipeline rank's parameters, memory by purpose, and bytes sent per step.
 
     `samples` is the number of samples in a micro-batch. Memory is in bytes.
     """
@@ -176,7 +176,7 @@ def _total(held: Mapping[str, int]) -> int:
 
 
 def step_bytes_sent(config: TaskConfig, parameters: int, ranks: int, micro_batches: int) -> int:
-    """Return the bytes that one rank sends for gradients and weights per step, averaged over all steps."""
+    """Return the average number of bytes per step that one rank sends for gradients and weights."""
     mesh = mesh_of(config, ranks)
     if config.strategy not in LOCAL:
         return bytes_sent(config.strategy, parameters, mesh.span, micro_batches, mesh.replicate)
@@ -185,7 +185,7 @@ def step_bytes_sent(config: TaskConfig, parameters: int, ranks: int, micro_batch
 
 
 def total_memory(device: str, ranks: int) -> int:
-    """Return the memory in bytes that this machine has for `ranks` ranks, in main memory or on `ranks` GPUs."""
+    """Return the memory in bytes available to `ranks` ranks, in main memory or on `ranks` GPUs of this machine."""
     if device == "cuda":
         return sum(
             torch.cuda.get_device_properties(number).total_memory
@@ -195,7 +195,7 @@ def total_memory(device: str, ranks: int) -> int:
 
 
 def format_bytes(nbytes: float) -> str:
-    """Return a number of bytes as text: "19.4 MB", "1.2 GB"."""
+    """Return a number of bytes as text, such as "19.4 MB" or "1.2 GB"."""
     units = iter(("B", "kB", "MB", "GB", "TB", "PB"))
     unit = next(units)
     while nbytes >= 999.95 and unit != "PB":

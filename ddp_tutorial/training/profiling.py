@@ -1,8 +1,8 @@
 """Run PyTorch's profiler for a few steps on every rank, and record the timeline of all ranks.
 
-The run folder then contains `profile/rank_0.json.gz`, `profile/rank_1.json.gz`, ... with all operators, in PyTorch's
-format, and `profile/timeline.json` with the phases of all ranks on one clock. Open these files in chrome://tracing or
-https://ui.perfetto.dev. `python -m ddp_tutorial logs timeline RUN` draws the timeline.
+After profiling, the run folder contains `profile/rank_0.json.gz`, `profile/rank_1.json.gz`, ... with all operators, in
+PyTorch's format, and `profile/timeline.json` with the phases of all ranks on one clock. Open these files in
+chrome://tracing or https://ui.perfetto.dev. `python -m ddp_tutorial logs timeline RUN` draws the timeline.
 """
 
 from contextlib import ExitStack
@@ -19,7 +19,9 @@ from ddp_tutorial.world import World
 
 
 class StepProfiler:
-    """A profiler for the steps from `first` to `last`, counted from 1. It is disabled if `last` is less than `first`.
+    """A profiler for the steps from `first` to `last`, counted from 1.
+
+    Profiling is disabled if `last` is less than `first`.
 
     Call `before` and `after` around each step, on all ranks.
     """
@@ -43,7 +45,7 @@ class StepProfiler:
         self._watching = ExitStack()
 
     def before(self, step: int) -> None:
-        """Start profiling if `step` is the first step to profile. A run that resumes later does not profile."""
+        """Start profiling if `step` is the first step to profile. A run resumed at a later step does not profile."""
         if step != self.first or self.first > self.last:
             return
         activities = [ProfilerActivity.CPU]

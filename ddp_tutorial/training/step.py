@@ -41,9 +41,9 @@ def make_train_step(
     Args:
         model: The model, on the CPU or on this rank's device.
         source: The source of micro-batches.
-        loss: Returns a sum and a count; see `accumulation.loss`.
+        loss: A function that returns a sum and a count; see `accumulation.loss`.
         world: The ranks.
-        config: Specifies the strategy and, unless they are passed, the optimizer and the schedule.
+        config: Settings that specify the strategy and, unless passed as arguments, the optimizer and the schedule.
         optimizer: An optimizer of `model`, or a function that takes the model and returns an optimizer. If `optimizer`
             is passed, the schedule and clipping of `config` apply only if `config` sets them explicitly.
         scheduler: A schedule of the optimizer, or a function that takes the optimizer and returns a schedule.

@@ -20,7 +20,7 @@ CHECK_EVERY = 0.01  # seconds between checks for a request; a check takes about 
 
 
 class StopRequests:
-    """Stop requests from all ranks. All ranks act on a request at the end of the same step.
+    """A collection of stop requests from all ranks, which act on a request after the same step.
 
     In every step, each rank sends a stop flag. The flags are summed in the all-reduce of the loss (see
     `accumulation.loss.StepLoss.reduce`), so no additional all-reduce is required. In local SGD, the ranks agree in
@@ -28,24 +28,24 @@ class StopRequests:
     """
 
     def __init__(self, world: World, run: RunFolder) -> None:
-        """Start without a request. `run` is the run folder, in which rank 0 looks for a request."""
+        """Start without a request. `run` is the run folder, which rank 0 checks for a request."""
         self.world, self.request = world, run.stop_request
         self.signalled = False
         self._asked = -math.inf
 
     def handle_signals(self) -> AbstractContextManager[None]:
-        """Return a context in which a signal causes the run to save a checkpoint and stop."""
+        """Return a context manager in which a signal causes the run to save a checkpoint and stop."""
         return handling(SIGNALS, self._note)
 
     def _note(self, number: int, frame: object) -> None:
         self.signalled = True
 
     def local_stop_flags(self) -> float:
-        """Return this rank's stop flag, which is then summed over all ranks.
+        """Return this rank's stop flag. The flags are summed over all ranks.
 
         Returns:
-            4 if this rank has received a signal. On rank 0, 1 if the run folder contains a request to stop, and 2 if it
-            contains a request to save and stop. Otherwise, 0.
+            4 if this rank has received a signal. Otherwise, rank 0 returns 1 if the run folder contains a request to
+            stop, and 2 if it contains a request to save and stop. In all other cases, 0.
         """
         if self.signalled:
             return _SIGNAL
@@ -70,7 +70,7 @@ class StopRequests:
 
 
 def stopping_rule(config: TrainConfig) -> StoppingRule:
-    """Return a function that decides, from the values of `best.metric` by step, whether the run stops early.
+    """Return a function that decides whether the run stops early, based on the values of `best.metric` by step.
 
     Raises:
         ConfigError: If `early_stopping.rule` cannot be imported, or does not accept its arguments.
@@ -96,7 +96,7 @@ def without_progress(
     Args:
         values: The value of the metric by step.
         minimum_delta: An improvement must be larger than this value. NaN is never an improvement.
-        grace_steps: Evaluations in the first `grace_steps` steps can be the best, but are not counted.
+        grace_steps: Evaluations in the first `grace_steps` steps can be the best evaluation, but are not counted.
         mode: Whether lower or higher values are better.
     """
     sign = 1 if mode == "min" else -1

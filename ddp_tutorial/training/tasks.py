@@ -161,11 +161,11 @@ def source_of(config: TaskConfig, world: World) -> Source:
 def check_start(config: TaskConfig, ranks: int) -> tuple[TaskConfig, float | None]:
     """Validate `config` for training on `ranks` ranks, without starting ranks or writing files.
 
-    If the corpus must first be downloaded or converted, the samples and the checkpoint to resume are not checked.
+    If the corpus must first be downloaded or converted, the samples and the checkpoint to resume from are not checked.
 
     Returns:
         The config with the `steps` and the `batch_size` that training would use, and the number of steps per epoch. The
-        latter is None if it is unknown.
+        latter is None if the number is unknown.
 
     Raises:
         ConfigError: If training would raise a `ConfigError`, or if a setting is in epochs but the corpus is not
@@ -241,7 +241,7 @@ def make_trainer(config: TaskConfig, world: World) -> Trainer:
 
 
 def train(world: World, config: TaskConfig) -> TrainResult:
-    """Train the task that `config` specifies on this rank, as in `launch(train, config.nprocs, config)`. Collective.
+    """Train the configured task on this rank, as in `launch(train, config.nprocs, config)`. Collective.
 
     Raises:
         ConfigError: If `make_trainer` or `Trainer` rejects the config.

@@ -247,7 +247,7 @@ class Trainer:
         self.call_back(lambda callback: callback.on_step(self, done))
 
     def call_back(self, method: Callable[[Callback], None]) -> None:
-        """Call a method of each callback. If one rank raises an exception, all ranks raise one. Collective."""
+        """Call a method of each callback. If one rank raises an exception, all ranks raise an error. Collective."""
         if not self.callbacks:  # this is called in every step
             return
         with phase("callbacks"), self.log.paused():
@@ -347,7 +347,7 @@ class Trainer:
         self.call_back(lambda callback: callback.on_save(self, self.step_count))
 
     def share_losses(self) -> None:
-        """Broadcast rank 0's losses, because each rank only has its own losses in local SGD. Collective."""
+        """Broadcast rank 0's losses, because in local SGD, each rank stores only its own losses. Collective."""
         if self.config.strategy in LOCAL:
             self.log.losses, self.log.count = from_rank_zero(self.world, (self.log.losses, self.log.count))
 
@@ -404,7 +404,7 @@ class Trainer:
         return means
 
     def finish(self) -> TrainResult:
-        """Check that the ranks have the same weights, and write the model and then the result on rank 0.
+        """Check that all ranks hold the same weights, and write the model and then the result on rank 0.
 
         Collective. No rank returns before rank 0 has written the files. If rank 0 cannot write them, all ranks raise
         rank 0's error.

@@ -18,7 +18,7 @@ WEIGHTS = "model.safetensors"
 def save_model(model: nn.Module, folder: Path) -> None:
     """Write `model` to `folder`. A previous model in `folder` is replaced after the new model has been written.
 
-    A model with a method `save_pretrained`, such as a Hugging Face model or the package's GPT, is written by that
+    A model with a `save_pretrained` method, such as a Hugging Face model or the package's GPT, is written by that
     method, which also stores the model's config. The weights and buffers of other models are written as safetensors.
     Tied tensors are written once.
     """
@@ -50,7 +50,7 @@ def load_state(model: nn.Module, state: Mapping[str, torch.Tensor]) -> None:
 
 
 def load_weights(model: nn.Module, folder: Path) -> None:
-    """Load into `model` the weights that `save_model` has written to `folder`.
+    """Load the weights that `save_model` wrote to `folder` into `model`.
 
     Raises:
         ConfigError: If `folder` does not contain weights, or if the weights do not fit `model`.

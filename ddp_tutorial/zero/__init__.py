@@ -1,4 +1,4 @@
-"""ZeRO: each rank stores only a shard of the state that plain data parallelism replicates W times.
+"""Implement ZeRO, in which each rank stores only a shard of the state that plain data parallelism replicates.
 
 `optimizer` shards the optimizer state (ZeRO-1), `gradients` also shards the gradients (ZeRO-2), and `model` also shards
 the weights (ZeRO-3). `fsdp` uses PyTorch's own implementation of ZeRO-3. The other modules support these four:

@@ -54,7 +54,7 @@ def _stepped(optimizer: torch.optim.Optimizer, tensors: torch.Tensor) -> torch.T
 
 
 def _copy(optimizer: torch.optim.Optimizer, weights: torch.Tensor) -> tuple[torch.optim.Optimizer, list[nn.Parameter]]:
-    """Return a copy of `optimizer` with one parameter in each group, and these parameters.
+    """Return a copy of `optimizer` with one parameter per group, and the list of these parameters.
 
     Each parameter is initialized to `weights`.
     """

@@ -1,4 +1,4 @@
-"""PyTorch's implementation of ZeRO-3, `fully_shard` (FSDP2), as a strategy for comparison and for use on GPUs."""
+"""Implement ZeRO-3 with PyTorch's `fully_shard` (FSDP2), for comparison and for use on GPUs."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -24,18 +24,18 @@ from ddp_tutorial.zero.units import units_of
 
 
 class FSDPStrategy(ShardedStrategy):
-    """Shards the rows of every parameter as a DTensor, with the same units as `ShardedModel`.
+    """A strategy that shards the rows of every parameter as a DTensor, with the same units as `ShardedModel`.
 
     With precision bf16, parameters are gathered in float32 and autocast casts them, as with DDP. Every rank must use
-    the same units in the same order. The strategy checks this for each unit in the first forward pass, and then once in
-    each step. A single rank does not shard anything.
+    the same units in the same order. The strategy checks this for each unit in the first forward pass, and then once
+    per step. A single rank does not shard anything.
     """
 
     def setup(self) -> None:
         """Check that the model can be sharded, and synchronize its weights. Collective.
 
         Raises:
-            ConfigError: If the model is already sharded, or a parameter has a gradient or no dimensions.
+            ConfigError: If the model is already sharded, or if a parameter has a gradient or is a scalar.
         """
         for name, parameter in self.module.named_parameters():
             if isinstance(parameter, DTensor):

@@ -1,4 +1,4 @@
-"""ZeRO-2: each rank keeps its shard of every gradient and updates its shard of every parameter.
+"""Implement ZeRO-2, in which each rank keeps its gradient shards and updates its parameter shards.
 
     sharded = ShardedGradients(model, world)
     optimizer = torch.optim.AdamW(sharded.pieces.values())  # allocates 1/W of the optimizer state
@@ -9,7 +9,7 @@
     sharded.gather()                    # gathers all parameters on all ranks
 
 An all-reduce is a reduce-scatter followed by an all-gather. ZeRO-2 runs the optimizer step between the two, so it sends
-no more bytes than data parallelism. A gradient has its full size only until its bucket has been sent.
+no more bytes than data parallelism. A full gradient exists only until its bucket has been sent.
 """
 
 from collections.abc import Callable
@@ -32,21 +32,22 @@ from ddp_tutorial.zero.shards import Shards
 
 
 class ShardedGradients:
-    """Shards the gradients of `module` over the ranks and keeps the full parameters. The constructor is collective.
+    """A wrapper that shards the gradients of `module` and keeps the full parameters. The constructor is collective.
 
     The constructor checks that all ranks have the same model, and broadcasts rank 0's weights. Create the optimizer
-    from `pieces.values()`, which are this rank's shards. Each shard is a view of the elements of a parameter that this
-    rank updates. This requires an optimizer that updates each element independently, such as SGD or Adam. With
-    `fused=True`, AdamW may differ in the last bit, because PyTorch rounds the last elements of a tensor differently.
+    from `pieces.values()`, which are this rank's shards. Each shard is a view of the parameter elements that this rank
+    updates. The optimizer must update each element independently, like SGD or Adam. With `fused=True`, AdamW's result
+    may differ from the unsharded result in the last bit, because PyTorch rounds the last elements of a tensor
+    differently.
 
-    If this rank does not use a parameter, its gradient counts as zero. A parameter that no rank uses gets no gradient.
+    A parameter that this rank does not use contributes zeros. A parameter that no rank uses receives no gradient.
 
     Gradients of several backward passes before `finish` are summed. If a backward pass raises an error, the next
-    forward pass discards its gradients. The error must be raised on all ranks.
+    forward pass discards the gradients of that backward pass. The error must be raised on all ranks.
 
     Args:
         module: The model.
-        world: The ranks.
+        world: The participating ranks.
         bucket_cap_mb: The size of a bucket in MiB. The first bucket is at most 1 MiB.
         mesh: The number of model replicas and the number of ranks per replica. The ranks of a row shard one replica.
             The default is a single replica.
@@ -94,7 +95,7 @@ class ShardedGradients:
             self.reductions.discard()
 
     def reduce(self) -> None:
-        """Wait for the reductions of a backward pass. Collective; call this after each backward pass."""
+        """Wait for the reductions of a backward pass. Collective; call this method after each backward pass."""
         self.reductions.reduce()
 
     def finish(self) -> None:

@@ -1,8 +1,8 @@
 """Calculate the memory and the communication of each strategy, without training a model.
 
 With Adam in float32, a parameter takes 4 bytes, its gradient 4 bytes, and its two moments 8 bytes (Rajbhandari et al.,
-2020). Data parallelism stores all three on each of W ranks. Each stage of ZeRO divides one more of these three parts by
-W.
+2020). Data parallelism stores all three on each of W ranks. Each ZeRO stage shards one more of the three, so that each
+rank stores 1/W of it.
 """
 
 from collections.abc import Mapping
@@ -33,12 +33,12 @@ def model_state_bytes(
     Activations, gathered weights and padding are not included.
 
     Args:
-        strategy: A key of `DIVIDED`.
+        strategy: Name of the strategy, which must be a key of `DIVIDED`.
         parameters: The number of parameters of the model.
         ranks: The number of ranks that shard the model.
-        optimizer: Bytes of optimizer state for each parameter.
-        weights: Bytes of each parameter.
-        gradients: Bytes of the gradient of each parameter.
+        optimizer: Bytes of optimizer state per parameter.
+        weights: Bytes per weight.
+        gradients: Bytes per gradient element.
     """
     undivided: Mapping[str, int] = {"weights": weights, "gradients": gradients, "optimizer": optimizer}
     divided = DIVIDED[strategy]
@@ -48,8 +48,8 @@ def model_state_bytes(
 def bytes_gathered(strategy: str, model: "nn.Module") -> int:
     """Return the peak bytes of gathered float32 weights.
 
-    This is the root unit plus the two largest other units: one that computes, and one that is prefetched. The result is
-    0 if the strategy does not shard the weights.
+    The peak consists of the root unit and the two largest other units, because one unit computes while the next unit is
+    prefetched. The result is 0 if the strategy does not shard the weights.
     """
     from ddp_tutorial.zero.units import units_of
 
@@ -68,15 +68,15 @@ def bytes_gathered(strategy: str, model: "nn.Module") -> int:
 def bytes_sent(strategy: str, parameters: int, ranks: int, micro_batches: int = 1, copies: int = 1) -> int:
     """Return the bytes that one rank sends in a step, for gradients and weights in float32.
 
-    A reduce-scatter or an all-gather of n bytes sends n (W - 1) / W bytes, and an all-reduce is one of each. A strategy
-    that shards the gradients reduces them in each micro-batch. A strategy that shards the weights also gathers them
-    twice in each micro-batch. With several replicas (HSDP), each reduction is followed by an all-reduce of the rank's
-    shard across the replicas. Gradients that are not sharded are all-reduced over all ranks at once. The strategy
-    "invariant" sends all sums in each of log2 W rounds. On gloo, "fsdp" sends more, because PyTorch implements
+    A reduce-scatter or an all-gather of n bytes sends n (W - 1) / W bytes, and an all-reduce sends twice as much. A
+    strategy that shards the gradients reduces them in each micro-batch. A strategy that shards the weights also gathers
+    them twice in each micro-batch. With several replicas (HSDP), each reduction is followed by an all-reduce of the
+    rank's shard across the replicas. Gradients that are not sharded are all-reduced over all ranks at once. The
+    strategy "invariant" sends all sums in each of log2 W rounds. On gloo, "fsdp" sends more, because PyTorch implements
     reduce-scatter as all-reduce.
 
     Args:
-        strategy: A key of `DIVIDED`.
+        strategy: Name of the strategy, which must be a key of `DIVIDED`.
         parameters: The number of parameters of the model.
         ranks: The number of ranks that shard one replica of the model.
         micro_batches: The number of micro-batches per rank.

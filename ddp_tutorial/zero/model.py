@@ -1,4 +1,4 @@
-"""ZeRO-3 (FSDP): each rank keeps one shard of every parameter and gathers full parameters only while it computes.
+"""Implement ZeRO-3 (FSDP), in which each rank stores a shard of every parameter and gathers full parameters for use.
 
     sharded = ShardedModel(model, world)           # replaces each parameter with this rank's shard
     optimizer = torch.optim.AdamW(model.parameters())
@@ -9,12 +9,12 @@
 
 A unit is a set of parameters that are gathered together. Each block of a `ModuleList` or `Sequential` is one unit, and
 the rest of the model is another unit. The following diagram shows one step of a model with three blocks. G is a gather,
-F a forward pass, B a backward pass, R a reduction, and - frees the full parameters:
+F a forward pass, B a backward pass, R a reduction, and - the release of the full parameters:
 
     G1 F1 -  G2 F2 -  G3 F3 -  |  G3 B3 R3 -  G2 B2 R2 -  G1 B1 R1 -
 
 G2 overlaps F1: each unit is prefetched while the previous unit computes, in the order of the first forward pass. Each
-rank sends three times the size of the model instead of twice, and stores 1/W of the model state.
+rank sends three times the size of the model instead of twice the size, but stores only 1/W of the model state.
 
 Zhao et al., "PyTorch FSDP: Experiences on scaling fully sharded data parallel", VLDB 2023.
 """
@@ -49,12 +49,12 @@ from ddp_tutorial.zero.units import units_of
 class Unit:
     """A group of parameters that are gathered and freed together.
 
-    Between uses, each parameter is this rank's shard, a 1-D tensor. While the unit is gathered, each parameter has its
-    full shape and the dtype `dtype`.
+    Between uses, each parameter contains this rank's shard, as a 1-D tensor. While the unit is gathered, each parameter
+    has its full shape and the dtype `dtype`.
 
     A full parameter always uses the same tensor. `free` releases its storage and `gather` allocates the storage again.
-    Autograd saves this tensor for the backward pass, so it finds the values there after the next gather. While a
-    parameter is full, the gradient of its shard is stored separately.
+    Autograd saves this tensor for the backward pass, so the backward pass can read the values from it after the next
+    gather. While a parameter is full, the gradient of its shard is stored separately.
     """
 
     def __init__(
@@ -63,11 +63,11 @@ class Unit:
         """Pack the full parameters into rows, keep this rank's row, and free the full parameters.
 
         Args:
-            named: The full parameters by name. All must have the same dtype.
+            named: The full parameters by name. All parameters must have the same dtype.
             shards: The ranks that share one replica of the model.
             dtype: The dtype of the gathered parameters. None keeps the dtype of the parameters.
             group: The process group for the all-gathers.
-            path: Records the order in which this rank gathers units.
+            path: Digest of the order in which this rank gathers units.
 
         Raises:
             ConfigError: If the parameters have different dtypes.
@@ -101,7 +101,7 @@ class Unit:
         self.free()
 
     def start(self) -> None:
-        """Start to gather the parameters without waiting. Collective.
+        """Start gathering the parameters, without waiting for the result. Collective.
 
         All ranks must gather the same units in the same order.
         """
@@ -111,7 +111,10 @@ class Unit:
         self._coming = self._gathered(self.row.to(self.dtype))
 
     def _gathered(self, row: torch.Tensor) -> tuple[torch.Tensor, dist.Work | None]:
-        """Start the all-gather of `row`. Return the rows and the work; the rows are valid once it completes."""
+        """Start the all-gather of `row`, and return the rows and the work handle.
+
+        The rows are valid after the work completes.
+        """
         if self.shards.size == 1:
             return row[None], None
         rows = row.new_empty(self.shards.size, self.layout.length)
@@ -139,10 +142,11 @@ class Unit:
             self._follow_gradients()
 
     def _follow_gradients(self) -> None:
-        """Call `_arrive` when a gradient is final, after all hooks of the parameter, which may change the gradient.
+        """Register a hook for each parameter that calls `_arrive` when the gradient is final.
 
-        The autograd node that accumulates the gradient provides such a hook. A parameter gets a new node when its dtype
-        changes, and does not keep its node alive.
+        The parameter's own hooks may change the gradient, so this hook is registered on the autograd node that
+        accumulates the gradient. Autograd creates a new node when the parameter's dtype changes, and the parameter does
+        not keep its node alive.
         """
         arrive: WeakMethod[Callable[[int, nn.Parameter], None]] = WeakMethod(self._arrive)
         for index, (name, parameter) in enumerate(self.trained.items()):
@@ -159,7 +163,10 @@ class Unit:
 
     @property
     def is_done(self) -> bool:
-        """Whether all gradients have arrived. False if a parameter is frozen, because it may still be needed."""
+        """Whether all gradients have arrived.
+
+        The value is False if a parameter is frozen, because the parameter may still be needed.
+        """
         return self._awaited <= 0 and len(self.trained) == len(self.parameters)
 
     @torch.no_grad()
@@ -203,22 +210,22 @@ class Unit:
 
 
 class ShardedModel:
-    """Shards every parameter of `module` over the ranks. The constructor is collective.
+    """A wrapper that shards every parameter of `module` over the ranks. The constructor is collective.
 
     The constructor checks that all ranks have the same model, and shards rank 0's weights. Call `module` as before, on
     all ranks: its forward pass gathers parameters, which is collective.
 
     Every rank participates in the gather of every unit, in the order of rank 0's first forward pass. Ranks may
     therefore use different units, as in a mixture of experts. A unit that is used again, or out of order, is gathered
-    again; in this case all ranks must use the same units. A unit with frozen parameters is freed at the end of the
+    again. In this case, all ranks must use the same units. A unit with frozen parameters is freed at the end of the
     backward pass.
 
     Gradients of several backward passes before `finish` are summed. If a backward pass raises an error, the next
-    forward pass discards its gradients. The error must be raised on all ranks.
+    forward pass discards the gradients of that backward pass. The error must be raised on all ranks.
 
     Args:
         module: The model. Its parameters must not have gradients.
-        world: The ranks.
+        world: The participating ranks.
         compute_dtype: The dtype of gathered parameters, and of the floating-point inputs of each unit. The shards and
             the summed gradients keep the dtype of the parameters.
         mesh: The number of model replicas and the number of ranks per replica. Each rank stores one shard of its row's
@@ -278,7 +285,7 @@ class ShardedModel:
         return [unit.reduction for unit in self.units[::-1] if unit.trained]
 
     def _reach(self, unit: Unit) -> None:
-        """Gather `unit`, skip the units before it that this rank does not use, and prefetch the unit after it."""
+        """Skip the unused units before `unit`, gather `unit`, and prefetch the next unit."""
         if unit in self._ahead:
             while (passed := self._ahead.popleft()) is not unit:
                 passed.skip()
@@ -329,8 +336,8 @@ class ShardedModel:
     def _watch(self, tensor: torch.Tensor, unit: Unit) -> None:
         """Gather `unit` when the backward pass reaches `tensor`, an output of the unit.
 
-        A module that returns its input shares this tensor with the module before it. The hook gathers the later unit
-        first.
+        If a module returns its input, `tensor` is also an output of the previous module. In this case, the hook gathers
+        the later unit first.
         """
         units = vars(tensor).setdefault("units_before_backward", [])
         if not units:
@@ -352,7 +359,7 @@ class ShardedModel:
     def _set_order(self, entered: list[Unit]) -> None:
         """Sort the units into the order of rank 0's first forward pass. Collective.
 
-        A unit that rank 0 did not use stays behind its predecessor.
+        A unit that rank 0 did not use keeps its position after its predecessor.
         """
         for place, unit in enumerate(self.units):
             if unit not in entered:
@@ -374,7 +381,7 @@ class ShardedModel:
                 self._reach(unit)
 
     def reduce(self) -> None:
-        """Free all units and wait for the reductions. Collective; call this after each backward pass."""
+        """Free all units and wait for the reductions. Collective; call this method after each backward pass."""
         self._skip_rest()
         for unit in self.units:
             unit.release()
@@ -408,7 +415,7 @@ class ShardedModel:
 
 
 def _call(arrive: WeakMethod[Callable[[int, nn.Parameter], None]], index: int, p: nn.Parameter, *_: object) -> None:
-    """Call `arrive` unless its unit has been garbage-collected. The collector does not see autograd's references."""
+    """Call `arrive` unless its unit has been garbage-collected. The collector cannot see autograd's references."""
     if (method := arrive()) is not None:
         method(index, p)
 

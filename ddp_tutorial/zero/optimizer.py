@@ -1,11 +1,11 @@
-"""ZeRO-1: each parameter has one owner rank, which updates the parameter and stores its optimizer state.
+"""Implement ZeRO-1, in which each parameter has one owner rank that updates it and stores its optimizer state.
 
     optimizer = ShardedOptimizer(torch.optim.AdamW(model.parameters(), lr=1e-3), world)
     loss(model, batch).backward()         # works with any DDP: every rank has the full gradient
     optimizer.step()                      # updates this rank's parameters, then gathers all parameters
 
 Parameters are not split, so optimizers that use the whole parameter are supported. Examples are optimizers that use the
-norm of the update (LAMB) or a factorized average (Adafactor). AdamW keeps 8 bytes for each float32 element, and each
+norm of the update (LAMB) or a factorized average (Adafactor). AdamW stores 8 bytes for each float32 element, and each
 rank stores about 1/W of this state.
 """
 
@@ -26,7 +26,7 @@ from ddp_tutorial.zero.shards import Shards
 def require_shardable(optimizer: torch.optim.Optimizer) -> None:
     """Check that `optimizer` can be sharded.
 
-    Some optimizers, such as Adagrad, have state before their first step. They are accepted.
+    Optimizers that have state before their first step, such as Adagrad, are accepted.
 
     Raises:
         ValueError: If the optimizer has taken a step.
@@ -34,11 +34,13 @@ def require_shardable(optimizer: torch.optim.Optimizer) -> None:
     """
     require_no_closure(optimizer)
     if any(float(state.get("step", 1)) > 0 for state in optimizer.state.values()):
-        raise ValueError("the optimizer has already taken a step: shard it before its first step and before loading")
+        raise ValueError(
+            "the optimizer has already taken a step: shard it before its first step, and before load_state_dict"
+        )
 
 
 class ShardedOptimizer(torch.optim.Optimizer):
-    """Wraps any optimizer such that each rank updates only the parameters that it owns. The constructor is collective.
+    """An optimizer wrapper in which each rank updates only its own parameters. The constructor is collective.
 
     `param_groups` contains the groups of all parameters, for schedulers and clipping. You can add groups later.
     Parameters are assigned from the largest to the smallest, each to the rank with the fewest elements. No rank
@@ -47,7 +49,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     Args:
         of_all: An optimizer of all parameters. It must not have taken a step and must not require a closure.
-        world: The ranks.
+        world: The participating ranks.
         mesh: The number of model replicas and the number of ranks per replica. Each row of ranks shards the parameters
             in the same way. The default is a single replica.
 
@@ -124,12 +126,12 @@ class ShardedOptimizer(torch.optim.Optimizer):
         return part | {"state": {index: state for states in of_ranks for index, state in sorted(states.items())}}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load this rank's shard of a state dict from `state_dict` or from an unsharded optimizer."""
+        """Load this rank's shard of a state dict that this class or an unsharded optimizer has returned."""
         super().load_state_dict(state_dict)
         of_mine = {p: state for p, state in self.state.items() if self.owner[p] == self.shards.rank}
         self.mine.state = self.state = defaultdict(dict, of_mine)
 
 
 def _options(group: dict[str, Any]) -> dict[str, Any]:
-    """Return the options of a parameter group: all entries except the parameters and their names."""
+    """Return the options of a parameter group, which are all entries except the parameters and their names."""
     return {name: value for name, value in group.items() if name not in {"params", "param_names"}}

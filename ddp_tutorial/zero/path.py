@@ -10,7 +10,7 @@ class DifferentPathsError(RuntimeError):
     """Raised if the ranks used different units of a sharded model, and therefore gathered mismatched units."""
 
     def __init__(self, found: str) -> None:
-        """Construct the message.
+        """Construct the error message.
 
         Args:
             found: The observed difference, as a sentence without a period.
@@ -23,7 +23,7 @@ class DifferentPathsError(RuntimeError):
 
 
 class ExecutionPath:
-    """A digest of the units that this rank has used, in order, which the ranks can compare."""
+    """A digest of the sequence of units that this rank has used. The ranks compare their digests."""
 
     def __init__(self) -> None:
         """Start with an empty path."""
@@ -40,5 +40,5 @@ def require_same_unit(world: World, name: str) -> None:
     for rank, other in enumerate(names):
         if other != names[0]:
             raise DifferentPathsError(
-                f"in the first forward pass, rank 0 used {names[0]}, and rank {rank} used {other}"
+                f"in the first forward pass, rank 0 used {names[0]}, but rank {rank} used {other}"
             )

@@ -1,4 +1,4 @@
-"""Compute the layout of tensors that are split over ranks, with the same result on every rank.
+"""Compute the layout of tensors that are split over ranks. The result is the same on every rank.
 
 A tensor is flattened and split into one shard per rank. The last shards may be shorter, or empty. Several tensors are
 sent in one collective, packed into one row per rank:
@@ -18,7 +18,7 @@ from ddp_tutorial.config import ConfigError
 
 
 def piece_of(count: int, rank: int, size: int) -> slice:
-    """Return the slice of `count` elements that belongs to `rank`, if there are `size` ranks.
+    """Return the slice that `rank` stores if `count` elements are split over `size` ranks.
 
     Each shard contains ceil(count / size) elements, in rank order, until no elements are left. `torch.chunk` and
     DTensor split tensors in the same way.
@@ -28,7 +28,7 @@ def piece_of(count: int, rank: int, size: int) -> slice:
 
 
 def mark_as_piece(parameter: torch.Tensor) -> None:
-    """Mark a parameter as a shard, which differs between ranks, so that replica checks do not compare it."""
+    """Mark a parameter as a shard, so that replica checks do not compare it between ranks."""
     parameter.is_piece = True  # type: ignore[attr-defined]
 
 
@@ -44,7 +44,7 @@ def require_no_gradient(name: str, parameter: torch.Tensor) -> None:
 
 
 class Layout:
-    """The positions of several tensors' shards in the rows."""
+    """The layout of several tensors' shards in the rows."""
 
     def __init__(self, shapes: Sequence[torch.Size], size: int) -> None:
         """Compute the positions.
@@ -60,7 +60,7 @@ class Layout:
         self.length = sum(self.each)  # number of elements in a row
 
     def pack(self, rows: torch.Tensor, index: int, tensor: torch.Tensor) -> None:
-        """Copy a full tensor into its positions in `rows` [size, length] and cast it. Padding is not changed."""
+        """Copy a full tensor into its positions in `rows` [size, length], and cast its dtype. Keep the padding."""
         full, block, rest = self._block(rows, index)
         flat = tensor.reshape(-1)
         block.copy_(flat[: block.numel()].view(block.shape))

@@ -1,4 +1,4 @@
-"""Gradient reduce-scatters that overlap the backward pass and start in the same order on every rank."""
+"""Overlap gradient reduce-scatters with the backward pass, in the same order on every rank."""
 
 from collections.abc import Iterable, Mapping
 
@@ -15,7 +15,7 @@ from ddp_tutorial.zero.shards import Shards
 
 
 class Reduction:
-    """Reduces the gradients of several parameters together.
+    """A joint reduction of the gradients of several parameters.
 
     Each gradient is packed into one row per rank. The rows are summed over the ranks that share one replica of the
     model, and rank r keeps row r. If there are several replicas, the row is then summed over the replicas. The results
@@ -46,12 +46,12 @@ class Reduction:
 
     @property
     def is_complete(self) -> bool:
-        """Whether every parameter has its gradient."""
+        """Whether the gradients of all parameters have arrived."""
         return len(self._packed) == len(self.names)
 
     @property
     def has_late(self) -> bool:
-        """Whether a parameter got a second gradient before `wait`, when the rows may already have been sent."""
+        """Whether a parameter received a second gradient before `wait`, when the rows may already have been sent."""
         return bool(self._late)
 
     def put(self, index: int, gradient: torch.Tensor) -> None:
@@ -147,14 +147,14 @@ class Reduction:
 
 
 class Reductions:
-    """All reductions of a model, started in the same order on every rank as soon as their gradients are complete."""
+    """All reductions of a model, which start in the same order on every rank once their gradients are complete."""
 
     def __init__(self, reductions: Iterable[Reduction], world: World) -> None:
         """Store the reductions.
 
         Args:
             reductions: The reductions, in the order in which they start. The order must be the same on every rank.
-            world: The ranks.
+            world: The participating ranks.
         """
         self.ordered, self.world = list(reductions), world
         self._started = 0
@@ -202,7 +202,8 @@ class Reductions:
         """Discard the gradients that have arrived since the last `reduce`. Collective.
 
         Call this method after a backward pass that raised an error on all ranks. Ranks that use different parameters
-        have started different reductions, so this method starts the remaining ones before it discards them.
+        have started different reductions, so this method starts the remaining reductions before it discards the
+        gradients.
         """
         while self._started < len(self.ordered):
             self._start()

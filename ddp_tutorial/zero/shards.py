@@ -1,4 +1,4 @@
-"""The ranks that share one replica of the model, and the ranks that hold the same shard in other replicas.
+"""Group the ranks that share one replica of the model, and the ranks that store the same shard of each replica.
 
 With a single replica, each of W ranks stores 1/W of the model. Hybrid sharding (HSDP) keeps R replicas, and shards each
 replica across S ranks. The all-gathers and most of the reduction then stay within groups of S ranks. Only 1/S of the
@@ -25,7 +25,7 @@ class Shards:
         size: The number of ranks that share a replica.
         copies: The number of replicas.
         inside: The process group of the ranks that share this replica. None means all ranks.
-        across: The process group of the ranks that hold the same shard in each replica. None if there is only one
+        across: The process group of the ranks that hold the same shard in each replica, or None if there is only one
             replica.
     """
 
@@ -33,7 +33,7 @@ class Shards:
         """Create the process groups. Collective.
 
         Args:
-            world: The ranks.
+            world: The participating ranks.
             mesh: The number of replicas and the number of ranks per replica. The default is one replica, shared by all
                 ranks.
 

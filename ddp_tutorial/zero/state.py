@@ -1,7 +1,8 @@
-"""The checkpoint format of sharded state, which consists of named tensors. Each rank writes its own part of them.
+"""Define the checkpoint format of sharded state.
 
-The components in this format are called "sharded". If a checkpoint is loaded on a different number of ranks, each rank
-reads the part that it needs.
+The state consists of named tensors, and each rank writes its own share of the state. Components in this format are
+called "sharded". If a checkpoint is loaded on a different number of ranks, each rank reads only the elements that it
+needs.
 """
 
 from collections import defaultdict
@@ -19,7 +20,7 @@ from ddp_tutorial.world import World
 
 
 class OptimizerState:
-    """The state of an optimizer that updates the parameters of one rank, with names such as "head.weight.exp_avg"."""
+    """The state of an optimizer that updates one rank's parameters, with tensor names such as "head.weight.exp_avg"."""
 
     def __init__(self, optimizer: torch.optim.Optimizer, named: Mapping[str, torch.Tensor]) -> None:
         """Store the arguments.
@@ -50,7 +51,7 @@ class OptimizerState:
         return state
 
     def empty(self, stored: Mapping[str, StoredTensor]) -> State:
-        """Return the tensors into which a checkpoint reads the state of this rank's parameters."""
+        """Return the tensors into which the state of this rank's parameters is read from a checkpoint."""
         wanted = {}
         for where, what in stored.items():
             if (parameter := self.named.get(where.rpartition(".")[0])) is not None:
@@ -65,25 +66,25 @@ class OptimizerState:
             self.optimizer.state[self.named[name]][key] = self.taken(value)
 
     def stored(self, parameter: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-        """Return the tensor that a checkpoint writes for `value`, the optimizer state of `parameter`."""
+        """Return the tensor that is written to a checkpoint for `value`, the optimizer state of `parameter`."""
         return value
 
     def place(self, parameter: torch.Tensor, what: StoredTensor) -> torch.Tensor:
-        """Return a tensor of zeros into which a checkpoint reads the stored state of `parameter`."""
+        """Return a tensor of zeros, into which the stored state of `parameter` is read from a checkpoint."""
         if what.shape == parameter.shape:
             return torch.zeros_like(parameter, dtype=what.dtype)
         on_device = any(self.optimizer.defaults.get(name) for name in ("fused", "capturable"))
         return torch.zeros(what.shape, dtype=what.dtype, device=parameter.device if on_device else "cpu")
 
     def taken(self, value: torch.Tensor) -> torch.Tensor:
-        """Return the part of a loaded tensor that belongs to this rank's optimizer."""
+        """Return the elements of a loaded tensor that belong to this rank's optimizer."""
         return value
 
 
 class OptimizerStateOfPieces(OptimizerState):
     """The state of an optimizer that updates shards of parameters.
 
-    State tensors that contain one number per element are split in the same way as the parameter.
+    State tensors that contain one number per parameter element are split in the same way as the parameter.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, pieces: "Pieces", named: Mapping[str, torch.Tensor]) -> None:
@@ -91,7 +92,7 @@ class OptimizerStateOfPieces(OptimizerState):
 
         Args:
             optimizer: This rank's optimizer.
-            pieces: Wraps a shard as a DTensor of the full parameter.
+            pieces: The converter from a shard to a DTensor of the full parameter.
             named: The shards that `optimizer` updates, by parameter name.
         """
         super().__init__(optimizer, named)
@@ -116,10 +117,10 @@ class OptimizerStateOfPieces(OptimizerState):
 
 
 class Pieces:
-    """Wraps this rank's shard of a parameter as a DTensor of the flattened full parameter.
+    """A converter from this rank's parameter shards to DTensors of the flattened full parameters.
 
-    The DTensor is split evenly. If there are several replicas of the model, the DTensor is replicated over the rows of
-    the mesh.
+    A DTensor is split evenly over the ranks of a replica. If there are several model replicas, the DTensor is
+    replicated over the rows of the mesh.
     """
 
     def __init__(self, model: nn.Module, world: World, mesh: Mesh | None = None) -> None:
@@ -127,7 +128,7 @@ class Pieces:
 
         Args:
             model: The model before it is sharded, with full parameters.
-            world: The ranks.
+            world: The participating ranks.
             mesh: The number of model replicas and the number of ranks per replica. The default is a single replica.
         """
         self.counts = {name: parameter.numel() for name, parameter in model.named_parameters()}
@@ -138,7 +139,7 @@ class Pieces:
     def of_whole(self, name: str, piece: torch.Tensor) -> torch.Tensor:
         """Return the shard of parameter `name` as a DTensor of the flattened parameter.
 
-        The DTensor shares the memory of the shard, so a checkpoint that reads into the DTensor updates the shard. In a
+        The DTensor shares the memory of the shard, so reading a checkpoint into the DTensor updates the shard. In a
         single process, the shard itself is returned.
         """
         if self.mesh is None:
@@ -166,7 +167,8 @@ class ModelState:
 
         Args:
             module: The sharded model.
-            of_whole: Returns the tensor that a checkpoint stores, given a parameter's name and this rank's part of it.
+            of_whole: Function that returns the tensor to store in a checkpoint, given a parameter's name and this
+                rank's shard.
         """
         self.module, self.of_whole = module, of_whole
 
@@ -182,7 +184,7 @@ class ModelState:
 
 
 class Groups:
-    """The options of an optimizer's parameter groups, the same on all ranks.
+    """The options of an optimizer's parameter groups, which are the same on all ranks.
 
     Schedulers change these options, for example the learning rate.
     """
@@ -211,8 +213,8 @@ def with_parameters(
 
     Args:
         optimizer: An optimizer that has not taken a step.
-        of: Returns the replacement for a parameter.
-        part_of: Returns the replacement for a state tensor, given its parameter and the tensor.
+        of: Function that returns the replacement for a parameter.
+        part_of: Function that returns the replacement for a state tensor, given the parameter and the tensor.
     """
     full_state, optimizer.state = optimizer.state, defaultdict(dict)
     for group in optimizer.param_groups:

@@ -1,4 +1,4 @@
-"""The ZeRO stages 1 to 3 as training strategies."""
+"""Implement ZeRO stages 1 to 3 as training strategies."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
@@ -35,15 +35,15 @@ from ddp_tutorial.zero.state import (
 
 
 class Zero1Strategy(DDPStrategy):
-    """All-reduces gradients as DDP does, and shards the optimizer state over the ranks."""
+    """A strategy that all-reduces gradients like DDP and shards the optimizer state across the ranks."""
 
     def __init__(self, *args: Any, mesh: Mesh | None = None, **options: Any) -> None:
         """Construct a `DDPStrategy` with a `mesh` for the optimizer state.
 
         Args:
-            *args: Passed to `DDPStrategy`.
+            *args: Positional arguments of `DDPStrategy`.
             mesh: The ranks that share one replica of the optimizer state. The default is all ranks.
-            **options: Passed to `DDPStrategy`.
+            **options: Keyword arguments of `DDPStrategy`.
         """
         super().__init__(*args, **options)
         self.mesh = mesh
@@ -83,8 +83,8 @@ class ShardedStrategy(ABC):
 
         Args:
             model: The model, with full parameters.
-            world: The ranks.
-            loss: Computes the loss of a micro-batch.
+            world: The participating ranks.
+            loss: Function that computes the loss of a micro-batch.
             accumulation: The number of micro-batches per rank per step.
             precision: The precision of the forward pass, and the loss scale.
             mesh: The number of model replicas and the number of ranks per replica. The default is a single replica.
@@ -95,11 +95,11 @@ class ShardedStrategy(ABC):
 
     @abstractmethod
     def setup(self) -> None:
-        """Synchronize the weights and create everything that does not need the optimizer. Collective."""
+        """Synchronize the weights, and create all objects that do not depend on the optimizer. Collective."""
 
     @property
     def micro_batches_per_rank(self) -> int:
-        """Number of micro-batches that each rank computes in a step."""
+        """Number of micro-batches that each rank processes in a step."""
         return self.accumulation
 
     @property
@@ -125,13 +125,13 @@ class ShardedStrategy(ABC):
 
     @abstractmethod
     def reduce(self) -> None:
-        """Wait until the gradients of this micro-batch are reduced. Collective; called after each backward pass."""
+        """Wait until this micro-batch's gradients are reduced. Collective; call this after the backward pass."""
 
     @abstractmethod
     def assign_gradients(self) -> None:
         """Assign the reduced gradients to the parameters that the optimizer updates.
 
-        Called once, after the last micro-batch of a step.
+        This method is called once per step, after the last micro-batch.
         """
 
     def backward(self, batches: Sequence[Any], stop_flags: float = 0.0) -> Totals:
@@ -149,7 +149,7 @@ class ShardedStrategy(ABC):
 
         Raises:
             ValueError: If `batches` is empty.
-            DifferentPathsError: If the ranks used different modules, or used them in a different order.
+            DifferentPathsError: If the ranks used different modules, or used the same modules in a different order.
         """
         if not batches:
             raise ValueError("a step must have at least 1 micro-batch, got 0")
@@ -167,7 +167,9 @@ class ShardedStrategy(ABC):
             self.assign_gradients()
             totals = self.loss.finish(self.stepped_parameters().values())
         if not totals.same_path:
-            raise DifferentPathsError("the ranks used different modules in this step, or in a different order")
+            raise DifferentPathsError(
+                "in this step, the ranks used different modules, or used the same modules in a different order"
+            )
         return totals
 
     def norm(self, gradients: Sequence[torch.Tensor]) -> torch.Tensor:
@@ -184,7 +186,7 @@ class ShardedStrategy(ABC):
         broadcast_tensors(self.world, list(self.module.buffers()))
 
     def evaluation_weights(self) -> AbstractContextManager[object]:
-        """Return a context manager without effect, because evaluation uses the weights of the model."""
+        """Return a context manager that does nothing, because evaluation uses the model's own weights."""
         return nullcontext()
 
     def checkpoint_components(self, optimizer: torch.optim.Optimizer) -> dict[str, Part]:
@@ -202,7 +204,7 @@ class ShardedStrategy(ABC):
 
 
 class Zero2Strategy(ShardedStrategy):
-    """Keeps the full model on every rank, and shards the gradients and the optimizer state (ZeRO-2)."""
+    """A strategy that keeps full parameters on every rank and shards gradients and optimizer state (ZeRO-2)."""
 
     def setup(self) -> None:
         """Shard the gradients. Collective."""
@@ -245,7 +247,7 @@ class Zero2Strategy(ShardedStrategy):
 
 
 class Zero3Strategy(ShardedStrategy):
-    """Shards the parameters, the gradients and the optimizer state (ZeRO-3).
+    """A strategy that shards the parameters, the gradients and the optimizer state (ZeRO-3).
 
     With precision bf16, parameters are gathered and used in bfloat16. This halves the bytes of each all-gather.
     """

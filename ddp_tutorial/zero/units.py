@@ -6,7 +6,7 @@ from torch import nn
 
 
 def units_of(model: nn.Module) -> dict[str, nn.Module]:
-    """Return the modules that are gathered one at a time, by name, with the model itself last under the name "".
+    """Return a dict from name to unit. The last unit is the model itself, under the name "".
 
     The units are the members of the outermost `ModuleList`s and `Sequential`s. They must have parameters, and must not
     share parameters with the rest of the model. All other parameters belong to the unit of the model itself.
