@@ -1,4 +1,4 @@
-"""Learn and practice PyTorch distributed data-parallel training with real ranks, on any machine.
+"""Learn and practice PyTorch distributed data-parallel training with several processes, on any machine.
 
 This module exports the names that a training script needs. `__init__.pyi` lists these names. Each name is imported on
 first use. Therefore, a rank that only needs `launch` does not load plotting libraries. Commands that only read logs do

@@ -24,7 +24,7 @@ from ddp_tutorial.processes.signals import StoppedError, exit_code
 @click.group(context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(package_name="ddp-tutorial")
 def cli() -> None:
-    """Learn and practice PyTorch distributed data-parallel training with real ranks, on any machine.
+    """Learn and practice PyTorch distributed data-parallel training with several processes, on any machine.
 
     \b
     Exit codes: 0 success; 1 an error at run time; 2 an error in the command or a config,

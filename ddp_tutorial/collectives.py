@@ -41,7 +41,7 @@ def all_reduce_mean(world: World, tensor: torch.Tensor) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class Mean:
-    """A sum and a count, whose quotient is a mean. Unlike means, sums and counts can be added across ranks."""
+    """A mean, stored as a sum and a count. Unlike means, sums and counts can be added across ranks."""
 
     sum: torch.Tensor
     count: float
@@ -78,7 +78,7 @@ def any_rank(world: World, flag: bool) -> bool:
 
 
 def all_gather(world: World, obj: T) -> list[T]:
-    """Return the objects of all ranks, in rank order, on every rank. Collective.
+    """Gather one object from each rank on every rank, in rank order. Collective.
 
     Use this function for small picklable objects, not for tensors.
     """
@@ -91,9 +91,10 @@ def all_gather(world: World, obj: T) -> list[T]:
 
 
 def to_rank_zero(world: World, obj: T) -> list[T]:
-    """Return the objects of all ranks, in rank order, on rank 0. Return an empty list on the other ranks. Collective.
+    """Gather one object from each rank on rank 0, in rank order. Collective.
 
-    The objects must be picklable. Each object is padded to the size of the largest object.
+    On the other ranks, the function returns an empty list. The objects must be picklable. Each object is padded to the
+    size of the largest object.
     """
     require_group(world)
     if world.size == 1:

@@ -35,7 +35,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The built site. The build fails on a Sphinx warning, a broken link, and content from a different host."""
     folder = tmp_path_factory.mktemp("book")
     command = [sys.executable, str(BOOK / "build.py"), str(folder)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=170)
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=500)
     assert done.returncode == 0, done.stderr[-3000:]
     assert done.stdout.rstrip().endswith("index.html")
     return folder / "site"

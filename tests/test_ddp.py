@@ -1032,57 +1032,52 @@ def normed(width: int) -> nn.Module:
     return nn.Sequential(nn.BatchNorm1d(width, affine=False))
 
 
-P, FIRST = "parameter", "at index"
 # The difference of the last rank's model, and the error message.
 MISMATCHES: dict[str, tuple[Callable[[], nn.Module], Callable[[], nn.Module], str]] = {
     "shape": (
         linear,
         lambda: nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 5)),
-        "at index 2, rank 0 has parameter '1.weight', float32 [4, 3], rank {last} has parameter '1.weight', "
-        "float32 [5, 3]",
+        "2 is parameter '1.weight' (float32 [4, 3]) on rank 0 and parameter '1.weight' (float32 [5, 3])",
     ),
     "transposed, so of as many elements": (
         lambda: nn.Linear(2, 3, bias=False),
         lambda: nn.Linear(3, 2, bias=False),
-        "at index 0, rank 0 has parameter 'weight', float32 [3, 2], rank {last} has parameter 'weight', float32 [2, 3]",
+        "0 is parameter 'weight' (float32 [3, 2]) on rank 0 and parameter 'weight' (float32 [2, 3])",
     ),
     "one fewer": (
         linear,
         lambda: linear(bias=False),
-        "at index 3, rank 0 has parameter '1.bias', float32 [4], rank {last} has nothing",
+        "3 is parameter '1.bias' (float32 [4]) on rank 0 and missing",
     ),
     "one more": (
         lambda: linear(bias=False),
         linear,
-        "at index 3, rank 0 has nothing, rank {last} has parameter '1.bias', float32 [4]",
+        "3 is missing on rank 0 and parameter '1.bias' (float32 [4])",
     ),
     "order": (
         in_order,
         in_another_order,
-        "at index 0, rank 0 has parameter '0', float32 [2], rank {last} has parameter '1', float32 [2]",
+        "0 is parameter '0' (float32 [2]) on rank 0 and parameter '1' (float32 [2])",
     ),
     "dtype": (
         linear,
         lambda: nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 4).double()),
-        "at index 2, rank 0 has parameter '1.weight', float32 [4, 3], rank {last} has parameter '1.weight', "
-        "float64 [4, 3]",
+        "2 is parameter '1.weight' (float32 [4, 3]) on rank 0 and parameter '1.weight' (float64 [4, 3])",
     ),
     "frozen": (
         linear,
         frozen_second,
-        "at index 2, rank 0 has parameter '1.weight', float32 [4, 3], rank {last} has frozen parameter '1.weight', "
-        "float32 [4, 3]",
+        "2 is parameter '1.weight' (float32 [4, 3]) on rank 0 and frozen parameter '1.weight' (float32 [4, 3])",
     ),
     "tied": (
         in_order,
         tied,
-        "at index 1, rank 0 has parameter '1', float32 [2], rank {last} has nothing",
+        "1 is parameter '1' (float32 [2]) on rank 0 and missing",
     ),
     "buffer": (
         lambda: normed(3),
         lambda: normed(4),
-        "at index 0, rank 0 has buffer '0.running_mean', float32 [3], rank {last} has buffer '0.running_mean', "
-        "float32 [4]",
+        "0 is buffer '0.running_mean' (float32 [3]) on rank 0 and buffer '0.running_mean' (float32 [4])",
     ),
 }
 
@@ -1100,9 +1095,9 @@ def bring_different_models(world: World) -> dict[str, Any]:
 @two_or_three
 @pytest.mark.parametrize("name", MISMATCHES)
 def test_different_models_raise_one_error_that_names_the_first_difference(size: int, name: str) -> None:
-    told = MISMATCHES[name][2].format(last=size - 1)
+    told = f"the model must be the same on every rank, but parameter or buffer {MISMATCHES[name][2]} on rank {size - 1}"
     for each in heard_of(size):
-        assert each["bring_different_models"][name] == f"RuntimeError: the ranks have different models: {told}"
+        assert each["bring_different_models"][name] == f"RuntimeError: {told}"
 
 
 def test_different_models_abort_a_launch_within_seconds() -> None:
@@ -1110,7 +1105,7 @@ def test_different_models_abort_a_launch_within_seconds() -> None:
         data_parallel(nn.Linear(2, 2 + world.rank), world)
 
     began = time.monotonic()
-    with pytest.raises(RankError, match="the ranks have different models: at index 0, rank 0 has parameter 'weight'"):
+    with pytest.raises(RankError, match="the same on every rank, but parameter or buffer 0 is parameter 'weight'"):
         launch(wrap, 2, device="cpu", threads=1, echo=False, timeout=180)
     assert time.monotonic() - began < 50  # seconds, instead of gloo's half hour
 

@@ -365,7 +365,7 @@ def test_the_chain_of_the_gpt_equals_its_forward_pass() -> None:
         (["ranks=3", "cuts=['4', '2']"], 3, "than the previous stage, got '2'"),
         (["ranks=2", "cuts=['0']"], 2, "than the previous stage, got '0'"),
         (["ranks=2", "cuts=['2', '4']"], 2, "'cuts' must name 1 modules for 2 stages"),
-        (["ranks=2"], 3, r"a multiple of the number of ranks in a pipeline \(2\), got 3: start 2 ranks"),
+        (["ranks=2"], 3, r"a multiple of the number of ranks per pipeline \(2\), got 3. Use nprocs=2"),
         (["ranks=4", "micro_batches=3"], 4, "at least one micro-batch per rank, got 3 for 4 ranks"),
         (["ranks=2", "schedule=interleaved"], 2, "at least 2 stages per rank, got 1"),
     ],

@@ -252,7 +252,7 @@ def test_a_non_finite_loss_is_reported():
     ("text", "said"),
     [
         (None, "There is no file"),
-        ("def main(:\n", "is not valid Python: invalid syntax, in line 1"),
+        ("def main(:\n", "is not valid Python: invalid syntax on line 1"),
         ("import torch\nfrom ddp_tutorial import launch\n", "must not import ddp_tutorial"),
     ],
 )

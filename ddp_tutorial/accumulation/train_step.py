@@ -57,7 +57,7 @@ class TrainStep:
         world: The ranks.
         strategy: The strategy that computes the gradient of `model`.
         optimizer: The optimizer that `strategy.setup_optimizer` returned.
-        scheduler: The learning rate schedule of `optimizer`.
+        scheduler: The learning-rate scheduler of `optimizer`.
         precision: The precision with which `strategy` was created.
         clip: The maximum norm of the gradient. None disables clipping.
         oom_skips: The maximum number of consecutive batches to skip if a rank runs out of memory in its forward pass.

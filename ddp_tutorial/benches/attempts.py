@@ -227,7 +227,10 @@ def run_attempt(
         refused = {int(note.suffix[1:]): note.read_text() for note in notes.glob("refused.*")}
         output = "\n".join([*refused.values(), *_last_words(notes)])
         if late:
-            raise RuntimeError(f"{config.name} hangs after {hits or 'no failures'}, with exit codes {codes}: {output}")
+            raise RuntimeError(
+                f"{config.name} timed out after {TIME_LIMIT:g} s. Injected failures: {hits or 'none'}. "
+                f"Exit codes: {codes}. Output: {output}"
+            )
         if not hits and not where and any(codes):
             raise RuntimeError(f"{config.name} exited with codes {codes} without an injected failure: {output}")
         published = notes / "published"

@@ -101,7 +101,7 @@ def describe(result: Mapping[str, Any]) -> str:
 
 
 def torchrun(name: str, planned_kills: Sequence[tuple[int, int]]) -> Path:
-    """Run one training run under torchrun, which restarts it after each kill.
+    """Launch a training run with torchrun, which restarts the run after each kill.
 
     Args:
         name: The name of the run.
@@ -154,7 +154,7 @@ def _run_rank(world: World, name: str, notes: Path, failure: PlannedFailure | No
 
 
 def _main(name: str, notes: str, planned_kills: str) -> None:
-    """Run one rank of a run under torchrun."""
+    """Run one rank of a training run launched by torchrun."""
     rank, attempt = int(os.environ["RANK"]), int(os.environ["TORCHELASTIC_RESTART_COUNT"])
     kills_by_attempt = json.loads(planned_kills)
     failure = None

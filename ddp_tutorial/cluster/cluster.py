@@ -248,7 +248,7 @@ class Cluster:
             ranks_per_node: Number of ranks on each node.
             threads: Number of torch threads per rank.
             timeout: Timeout in seconds for all ranks to return. None means no timeout.
-            collective_timeout: Seconds after which a rank that waits in a collective raises an error.
+            collective_timeout: Timeout of a collective in seconds. A rank that waits longer raises an error.
             env: Additional environment variables.
             meanwhile: Function to call in this process after all ranks have joined the process group, for example to
                 unplug a cable.

@@ -48,9 +48,8 @@ def fit_link(rounds: Sequence[float], nbytes: Sequence[float], seconds: Sequence
         (latency, per_byte), _, rank, _ = np.linalg.lstsq(columns, np.ones_like(measured), rcond=1e-6)
     if rank < 2 or per_byte <= 0:
         raise ValueError(
-            "the latency and the bandwidth cannot be determined from the measurements, got "
-            f"{len(measured)}. Measure at least two sizes, one of them large enough to take noticeably longer than the "
-            "others."
+            f"the latency and the bandwidth cannot be determined from the measurements ({len(measured)} in total). "
+            "Measure at least two sizes, one of them large enough to take noticeably longer than the others."
         )
     if latency < 0:  # then fit the bandwidth alone
         latency, per_byte = 0.0, columns[:, 1].sum()

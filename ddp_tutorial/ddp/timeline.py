@@ -304,7 +304,7 @@ def predict_step(
 
 
 def overlap(spans: Sequence[Span]) -> Overlap:
-    """Return the overlap between the spans in the link's lane and the spans named "backward"."""
+    """Return the overlap between the communication spans and the spans named "backward"."""
     carried = _union([(span.start, span.end) for span in spans if span.lane == LINK])
     backward = _union([(span.start, span.end) for span in spans if span.name == "backward"])
     both = sum(max(0.0, min(a[1], b[1]) - max(a[0], b[0])) for a in carried for b in backward)

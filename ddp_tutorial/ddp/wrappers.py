@@ -553,10 +553,11 @@ def sync_initial_state(module: nn.Module, world: World) -> None:
     require_group(world)
     layouts = all_gather(world, _layout(module))
     for rank, layout in enumerate(layouts):
-        for number, (first, other) in enumerate(zip_longest(layouts[0], layout, fillvalue="nothing")):
+        for number, (first, other) in enumerate(zip_longest(layouts[0], layout, fillvalue="missing")):
             if first != other:
                 raise RuntimeError(
-                    f"the ranks have different models: at index {number}, rank 0 has {first}, rank {rank} has {other}"
+                    f"the model must be the same on every rank, but parameter or buffer {number} is {first} on rank 0 "
+                    f"and {other} on rank {rank}"
                 )
     broadcast_tensors(world, [*module.parameters(), *module.buffers()])
 
@@ -565,7 +566,7 @@ def _layout(module: nn.Module) -> list[str]:
     """Describe each parameter and buffer, in the order of registration."""
 
     def described(kind: str, name: str, tensor: torch.Tensor) -> str:
-        return f"{kind} {name!r}, {str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}"
+        return f"{kind} {name!r} ({str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)})"
 
     lines = [
         described("parameter" if p.requires_grad else "frozen parameter", name, p)

@@ -159,7 +159,7 @@ class Program:
         return rows, dist.all_gather(list(rows), numbers, group=self.group, async_op=True)
 
     def gather(self, obj: T) -> list[T]:
-        """Return the objects of all ranks, in rank order. Collective.
+        """Gather one object from each rank on every rank, in rank order. Collective.
 
         Args:
             obj: A small object that can be pickled.

@@ -56,7 +56,10 @@ class MemoryGrowth(Detector):
             ValueError: If `mb_per_step` is not positive, or `window` is below 8.
         """
         if mb_per_step <= 0 or window < 8:
-            raise ValueError(f"mb_per_step must be positive and window at least 8, got {mb_per_step} and {window}")
+            raise ValueError(
+                "mb_per_step must be positive and window must be at least 8, got "
+                f"mb_per_step={mb_per_step} and window={window}"
+            )
         self.mb_per_step, self.window = mb_per_step, window
         self.peak_mb: list[float] = []
 

@@ -143,7 +143,7 @@ class ReplicaDrift(Detector):
         return self._verdict(step, after, sums, of_ranks)
 
     def _verdict(self, step: int, after: int, sums: dict[str, int], of_ranks: Sequence[object]) -> list[Finding]:
-        """Return a finding if the combined checksums `of_ranks` differ. Collective.
+        """Return a finding if the ranks' combined checksums differ. Collective.
 
         Args:
             step: The step of the comparison.

@@ -292,7 +292,7 @@ def number(answer: Answer, *arguments: object) -> float:
 
 
 def on_ranks(run: Callable[..., Any], nprocs: int, *args: Any, stuck: str, timeout: float) -> list[Any]:
-    """Run a check on real ranks, and return the result of each rank.
+    """Run a check on `nprocs` ranks, and return the result of each rank.
 
     Raises:
         WrongAnswerError: If a rank has not returned after `timeout` seconds. The message starts with `stuck`.

@@ -316,7 +316,11 @@ def _bf16_hook(state: object, bucket: dist.GradBucket) -> Future[torch.Tensor]:
 
 
 def _sending(before: int = 1, after: int = 1, dtype: torch.dtype = torch.bfloat16, wait: bool = False) -> Answer:
-    """Return the solution with different divisors before and after the sum, a different dtype, or a blocking wait."""
+    """Return a variant of the solution.
+
+    The arguments specify the divisors before and after the sum, the dtype, and whether the hook blocks until the sum is
+    complete.
+    """
 
     def answer(state: object, bucket: dist.GradBucket) -> Future[torch.Tensor]:
         buffer = bucket.buffer()

@@ -1,4 +1,4 @@
-"""Exercises for 16_other_trainers on a fair loss for ragged batches, the position in the data, and random numbers."""
+"""Exercises for 16_other_trainers on weighting ragged batches, resuming a data loader, and saving random states."""
 
 import copy
 from collections.abc import Iterator

@@ -56,7 +56,7 @@ def read_script(script: Path) -> None:
     try:
         nodes = list(ast.walk(ast.parse(script.read_text(encoding="utf-8"))))
     except SyntaxError as error:
-        raise WrongAnswerError(f"The script is not valid Python: {error.msg}, in line {error.lineno}.") from None
+        raise WrongAnswerError(f"The script is not valid Python: {error.msg} on line {error.lineno}.") from None
     if any(isinstance(node, ast.Raise) and "NotImplementedError" in ast.unparse(node) for node in nodes):
         raise NotImplementedError
     imports = [ast.unparse(node) for node in nodes if isinstance(node, ast.Import | ast.ImportFrom)]

@@ -69,7 +69,7 @@ def make_step(config: TaskConfig, world: World) -> TrainStep:
 
 
 def idle() -> None:
-    """Do nothing. A rank without work runs this arm, and sleeps in the barrier while other ranks run their arms."""
+    """Do nothing. A rank without work waits at the barrier while the other ranks run their arms."""
 
 
 def run_interleaved(

@@ -91,7 +91,7 @@ def write_result(folder: Path, parameters: Mapping[str, Any], metrics: Mapping[s
         folder: The experiment's folder.
         parameters: The parameters of the execution.
         metrics: The results. Scalar metrics become columns of a sweep's table.
-        others: Further entries of the file.
+        others: Additional entries for the file.
     """
     from ddp_tutorial.environment import describe_environment
 

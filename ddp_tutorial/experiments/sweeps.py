@@ -366,13 +366,14 @@ def plan_sweep(
     reserved = [key for key in (*from_file[0], *grid) if key == "name" or key in FIXED]
     if reserved:
         raise ConfigError(
-            f"{reserved[0]!r} cannot be swept: the sweep sets this parameter, or its table has a column of that name"
+            f"{reserved[0]!r} cannot be swept: this name is reserved for a parameter that the sweep sets or a "
+            "column of its table. Sweep a different parameter"
         )
     name = name or _clean(notebook.stem) or "sweep"
     if not _FOLDER.fullmatch(name):
         raise ConfigError(
-            f"the name must be a folder under {SWEEPS}/ and contain only letters, digits, '-', '_' and '.', "
-            f"got {name!r}"
+            "the name of a sweep must be a folder name (letters, digits, '-', '_' and '.', not starting with '-' or "
+            f"'.'), got {name!r}. The sweep is stored in {SWEEPS}/NAME"
         )
     folder = SWEEPS / name
     code = code_version(source)

@@ -66,7 +66,7 @@ def ring_all_reduce(world: World, tensor: torch.Tensor) -> list[Message]:
 def tree_all_reduce(world: World, tensor: torch.Tensor) -> list[Message]:
     """Sum `tensor` over all ranks, in place, up a binomial tree and down again. Collective.
 
-    In the first round, every second rank sends its tensor to its neighbor. In the next round, every second
+    In the first round, every other rank sends its tensor to its neighbor. In the next round, every other
     receiver does the same. After log2 N rounds, rank 0 holds the sum, which is sent back along the same tree.
 
     A tree takes few rounds, so it is fast for small tensors. Each round sends the full tensor, so a tree is slow for

@@ -11,7 +11,7 @@ class Rounds:
     begin: int = 0
 
     def local_steps(self, updates: int) -> int:
-        """Return the number of updates since all ranks last held the same weights, for a total of `updates` updates."""
+        """Return the number of local steps since the ranks last held the same weights, after `updates` updates."""
         return max(0, updates - self.begin) % self.length
 
     def ends_round(self, update: int) -> bool:

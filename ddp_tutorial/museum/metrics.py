@@ -40,7 +40,7 @@ def averages_accuracies(world: World) -> Result:
 
 
 def _shard(world: World) -> tuple[torch.Tensor, ...]:
-    """Return this rank's shard, from two files with 15 and 9 samples."""
+    """Return this rank's shard of a dataset that consists of two files with 15 and 9 samples."""
     return DATA[:] if world.size == 1 else DATA[:15] if world.is_main else DATA[15:]
 
 

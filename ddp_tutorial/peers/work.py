@@ -1,4 +1,4 @@
-"""Define the run of all trainers: its model, samples, loss, optimizer, learning rate schedule and number of steps."""
+"""Define the run of all trainers: its model, samples, loss, optimizer, learning-rate scheduler and number of steps."""
 
 import math
 from collections.abc import Callable
@@ -79,7 +79,7 @@ class Work:
         return torch.optim.AdamW(model.parameters(), lr=self.learning_rate, weight_decay=0.1, fused=True)
 
     def scheduler(self, optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LambdaLR:
-        """Return a schedule with linear warm-up over a tenth of the steps and cosine decay to zero.
+        """Return a learning-rate scheduler with linear warm-up over a tenth of the steps and cosine decay to zero.
 
         The scheduler must advance after each step.
         """

@@ -45,9 +45,8 @@ def check_pipeline(model: nn.Module, config: PipelineConfig, world_size: int) ->
     """
     if world_size % config.ranks:
         raise ConfigError(
-            f"the world size must be a multiple of the number of ranks in a pipeline ({config.ranks}), got "
-            f"{world_size}: start {config.ranks * max(1, world_size // config.ranks)} ranks, or change the number of "
-            "ranks in a pipeline"
+            f"the world size must be a multiple of the number of ranks per pipeline ({config.ranks}), got {world_size}"
+            f". Use nprocs={config.ranks * max(1, world_size // config.ranks)}, or change PipelineConfig.ranks"
         )
     return split_into_stages(model, config.cuts or even_splits(model, config.stages))
 
@@ -69,7 +68,7 @@ def require_even_micro_batches(config: PipelineConfig) -> int:
     """
     if config.micro_batches % config.ranks:
         raise ConfigError(
-            "'pipeline.micro_batches' must be a multiple of the number of ranks in a pipeline "
+            "'pipeline.micro_batches' must be a multiple of the number of ranks per pipeline "
             f"({config.ranks}), got {config.micro_batches}: each rank reads the same number of micro-batches"
         )
     return config.micro_batches // config.ranks

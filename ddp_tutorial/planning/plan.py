@@ -40,7 +40,8 @@ class Plan:
         tensor: The degree of tensor (and sequence) parallelism.
         pipeline: The number of pipeline stages.
         interleaving: The number of model chunks on each stage of an interleaved schedule.
-        shard: With "hsdp", the number of devices that shard one replica. Defaults to a node's data-parallel devices.
+        shard: With "hsdp", the number of devices that shard one replica. Defaults to the number of
+            data-parallel devices per node.
         recomputation: The activations that the backward pass recomputes.
         fused_attention: Whether a fused kernel (FlashAttention) computes attention.
         precision: Bytes per parameter.
@@ -72,7 +73,7 @@ class Plan:
 
     @property
     def data(self) -> int:
-        """The degree of data parallelism, that is, the number of devices or device groups with different samples."""
+        """The data-parallel degree, that is, the number of devices or device groups with different samples."""
         return self.devices // (self.tensor * self.pipeline)
 
     @property

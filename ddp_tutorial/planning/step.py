@@ -138,11 +138,9 @@ def check(model: Transformer, plan: Plan, network: Network) -> None:
             f"{plan.pipeline} x {plan.interleaving}"
         )
     if model.heads % plan.tensor:
-        raise ValueError(f"tensor must divide the number of heads, {model.heads}, got {plan.tensor}")
+        raise ValueError(f"tensor must divide the number of heads ({model.heads}), got {plan.tensor}")
     if plan.data % shard_size(plan, network):
-        raise ValueError(
-            f"shard must divide the degree of data parallelism, {plan.data}, got {shard_size(plan, network)}"
-        )
+        raise ValueError(f"shard must divide the data-parallel degree ({plan.data}), got {shard_size(plan, network)}")
 
 
 def shard_size(plan: Plan, network: Network) -> int:

@@ -60,13 +60,13 @@ class Transformer:
 
     @property
     def layer_matrices(self) -> int:
-        """The number of parameters in the matrices of a layer."""
+        """The number of parameters in a layer's matrices."""
         attention = 2 * self.width * self.width + 2 * self.width * self.kv_width
         return attention + (3 if self.gated else 2) * self.width * self.inner
 
     @property
     def layer_parameters(self) -> int:
-        """The number of parameters of a layer."""
+        """The number of parameters per layer."""
         norms = 2 * self.width
         if not self.biases:
             return self.layer_matrices + norms
@@ -102,9 +102,9 @@ class Transformer:
         parallelism.
 
         Args:
-            recomputation: "full" stores only the input of a layer. "selective" recomputes the scores of attention.
-                "half" recomputes every second matrix product and everything between them, as torchtitan's selective
-                option "op" does; it stores about half of the activations.
+            recomputation: "full" stores only the input of a layer. "selective" recomputes the attention scores.
+                "half" recomputes every other matrix product and the operations between matrix products, like
+                torchtitan's selective option "op". This setting stores about half of the activations.
             tensor: The degree t of tensor and sequence parallelism.
             fused: Whether a fused kernel computes attention. A fused kernel never stores the scores.
         """

@@ -116,7 +116,7 @@ def launch(
     Args:
         fn: Function to run on every rank. Its first argument is the rank's `World`.
         nprocs: Number of ranks.
-        *args: Further arguments of `fn`.
+        *args: Additional arguments for `fn`.
         device: "cpu", "cuda" or "auto". "auto" uses one GPU per rank with NCCL if there are enough GPUs, and otherwise
             the CPU with gloo.
         backend: "gloo", "nccl" or "auto". "auto" chooses the backend for the device. With `device="cuda"` and gloo,
@@ -124,8 +124,8 @@ def launch(
         timeout: Seconds within which every rank must return, counted from the time when all ranks have started.
             Starting may take up to two additional minutes. `None` means no timeout. After a timeout, `launch` raises a
             `RankTimeoutError` that reports the line each rank is executing.
-        collective_timeout: Seconds after which a rank that waits in a collective raises an error. This timeout applies
-            whether or not `timeout` is set. The default is ten minutes.
+        collective_timeout: Timeout of a collective in seconds. A rank that waits longer raises an error. This
+            timeout applies whether or not `timeout` is set. The default is ten minutes.
         threads: Number of torch threads per rank. By default, the cores of this machine are divided evenly.
         echo: Whether to show the ranks' output and progress, and the chosen device.
         in_process: Whether to call `fn` in this process, which requires `nprocs=1`. Exceptions are not wrapped, and

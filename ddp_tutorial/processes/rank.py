@@ -235,7 +235,7 @@ def user_traceback(error: BaseException, *files: str) -> str:
 
     Args:
         error: The exception.
-        *files: Further source files whose frames are omitted.
+        *files: Additional source files whose frames are omitted.
 
     Returns:
         The traceback, or an empty string if no frames remain.

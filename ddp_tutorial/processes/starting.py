@@ -51,13 +51,13 @@ def run(
 
     Args:
         main: Function to run on every rank. Its first argument is the rank's `World`.
-        *args: Further arguments of `main`.
+        *args: Additional arguments for `main`.
         nprocs: Number of ranks to launch if no launcher started this process.
         device: "cpu", "cuda" or "auto".
         backend: "gloo", "nccl" or "auto".
-        collective_timeout: Seconds after which a rank that waits in a collective raises an error.
-        **launch_options: Further arguments of `launch`, such as `threads` and `echo`. They have no effect under
-            torchrun and Slurm.
+        collective_timeout: Timeout of a collective in seconds. A rank that waits longer raises an error.
+        **launch_options: Additional arguments for `launch`, such as `threads` and `echo`. These arguments have no
+            effect under torchrun and Slurm.
 
     Raises:
         ConfigError: If a setting or the environment is invalid. The error may originate on any rank.

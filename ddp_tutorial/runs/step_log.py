@@ -74,7 +74,7 @@ class StepLog:
             grad_norm: Norm of the gradient before clipping.
             learning_rate: Learning rate of the step.
             seconds: Duration of each phase.
-            **others: Further numbers to log.
+            **others: Additional numbers to log.
         """
         self.count += count
         self.losses.append(means["loss"])

@@ -63,7 +63,7 @@ def _published(path: Path, meeting: dict[str, Any]) -> Iterator[None]:
 
 
 def _connect(path: Path, timeout: timedelta) -> dist.Store:
-    """Connect to the store that rank 0 publishes in `path`. Raise `RuntimeError` after `timeout`."""
+    """Connect to the store whose address rank 0 writes to `path`. Raise `RuntimeError` after `timeout`."""
     deadline = time.monotonic() + timeout.total_seconds()
     while time.monotonic() < deadline:
         with suppress(OSError, ValueError, RuntimeError):  # there is no file yet, or only an earlier job's file

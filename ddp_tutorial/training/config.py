@@ -562,7 +562,7 @@ class TaskConfig(TrainConfig):
     def _samples_have_numbers(self) -> "TaskConfig":
         if self.strategy == "invariant" and self.source.kind == "streamed":
             raise ValueError(
-                "'strategy' = invariant requires random access to the samples, which source.kind=streamed does not "
-                "support. Use a different source or strategy"
+                "'strategy' must not be invariant if source.kind=streamed, because strategy=invariant requires random "
+                "access to the samples. Use a different source or strategy"
             )
         return self

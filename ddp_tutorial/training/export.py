@@ -40,8 +40,8 @@ def _without_imports(config: TaskConfig, run: str | Path) -> TaskConfig:
     imported = config.model.imported["class"] if config.model.imported else config.task
     if config.model.imported or is_import_path(config.task):
         raise ConfigError(
-            f"{run} was trained with the model {imported}, and loading a run never imports its code; construct the "
-            "model, and pass it to ddp_tutorial.load"
+            f"{run} was trained with the model {imported}, which is not imported when a run is loaded. Construct "
+            "the model and pass it to ddp_tutorial.load"
         )
     return config
 
@@ -51,7 +51,8 @@ def load(run: str | Path, model: nn.Module | None = None, *, best: bool = False)
 
     Args:
         run: The directory of the run.
-        model: A model of the same architecture, into which the weights are loaded. Not required for a run of a task.
+        model: A model of the same architecture, into which the weights are loaded. Required if a script trained the
+            model, or if the run's config imports the model.
         best: Whether to load the best weights, which `best_model` saved, instead of the final weights.
 
     Raises:
@@ -120,7 +121,7 @@ def sample(
         raise ConfigError("the prompt must contain at least one character, got an empty prompt")
     model = load(run, best=best)
     if not isinstance(model, GPT):
-        raise ConfigError(f"{run} did not train a language model; only a run of task gpt can generate text")
+        raise ConfigError(f"{run} did not train a language model; text generation requires a run with task=gpt")
     config = config_of(run)
     if config.has_tokens and config.tokenizer == BYTES:
         raise ConfigError(

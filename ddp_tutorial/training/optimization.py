@@ -1,4 +1,4 @@
-"""Create the optimizer and the learning rate schedule, or accept the caller's objects."""
+"""Create the optimizer and the learning-rate scheduler, or accept the caller's objects."""
 
 import math
 import warnings
@@ -64,10 +64,10 @@ def parameter_groups(model: nn.Module, config: TrainConfig) -> list[dict[str, An
 
 
 def make_scheduler(optimizer: Optimizer, config: TrainConfig) -> LRScheduler:
-    """Return the learning rate schedule that `config` describes.
+    """Return the learning-rate scheduler that `config` describes.
 
     Raises:
-        ConfigError: If the schedule's class cannot be imported, is not a schedule, or does not accept its arguments.
+        ConfigError: If the scheduler's class cannot be imported, is not a scheduler, or does not accept its arguments.
     """
     if config.scheduler is not None:
         scheduler = construct("scheduler", config.scheduler, LRScheduler, optimizer)
@@ -115,10 +115,10 @@ def resolve_optimizer(optimizer: OptimizerLike, model: nn.Module) -> Optimizer:
 
 
 def resolve_scheduler(scheduler: SchedulerLike, optimizer: Optimizer) -> LRScheduler:
-    """Return `scheduler` or, if it is a function, the schedule that it creates for the optimizer.
+    """Return `scheduler` or, if it is a function, the scheduler that it creates for the optimizer.
 
     Raises:
-        ConfigError: If the result is not a schedule, or if it requires a validation loss.
+        ConfigError: If the result is not a scheduler, or if it requires a validation loss.
     """
     found = scheduler(optimizer) if callable(scheduler) else scheduler
     if not isinstance(found, LRScheduler):
@@ -144,7 +144,7 @@ def require_no_metric(scheduler: LRScheduler) -> None:
 
 
 def check_update(config: TrainConfig) -> None:
-    """Raise `ConfigError` if the optimizer or the schedule of `config` cannot be constructed. No model is required."""
+    """Raise `ConfigError` if the optimizer or the scheduler of `config` cannot be constructed. No model is required."""
     optimizer = make_optimizer(nn.Linear(4, 4, bias=False), config)
     make_scheduler(optimizer, config)
     if config.strategy in {"zero2", "zero3"}:
@@ -191,21 +191,21 @@ def check_optimizer(optimizer: Optimizer, model: nn.Module) -> None:
 
 @dataclass(frozen=True)
 class OptimizerOptions:
-    """The options of an optimizer and its schedule, excluding the state that changes during training."""
+    """The options of an optimizer and its scheduler, excluding the state that changes during training."""
 
     groups: list[dict[str, Any]]  # per parameter group: weight decay, learning rate, ...
-    schedule: dict[str, Any]  # the schedule's state before the first step
+    schedule: dict[str, Any]  # the scheduler's state before the first step
 
     @classmethod
     def of(cls, optimizer: Optimizer, scheduler: LRScheduler) -> "OptimizerOptions":
-        """Return the options of an optimizer and a schedule that have not taken a step."""
+        """Return the options of an optimizer and a scheduler that have not taken a step."""
         groups = [{name: each for name, each in group.items() if name != "params"} for group in optimizer.param_groups]
         return cls(deepcopy(groups), deepcopy(scheduler.state_dict()))
 
     def restore(self, optimizer: Optimizer, scheduler: LRScheduler) -> None:
-        """Apply these options to an optimizer and a schedule that were loaded from a checkpoint.
+        """Apply these options to an optimizer and a scheduler that were loaded from a checkpoint.
 
-        The optimizer keeps its moving averages. The schedule is reset and stepped to its current step.
+        The optimizer keeps its moving averages. The scheduler is reset and stepped to its current step.
         """
         steps = scheduler.last_epoch
         for group, options in zip(optimizer.param_groups, self.groups, strict=True):

@@ -43,10 +43,10 @@ def make_train_step(
         source: The source of micro-batches.
         loss: A function that returns a sum and a count; see `accumulation.loss`.
         world: The ranks.
-        config: Settings that specify the strategy and, unless passed as arguments, the optimizer and the schedule.
+        config: Settings that specify the strategy and, unless passed as arguments, the optimizer and the scheduler.
         optimizer: An optimizer of `model`, or a function that takes the model and returns an optimizer. If `optimizer`
             is passed, the schedule and clipping of `config` apply only if `config` sets them explicitly.
-        scheduler: A schedule of the optimizer, or a function that takes the optimizer and returns a schedule.
+        scheduler: A learning-rate scheduler, or a function that takes the optimizer and returns a scheduler.
 
     Raises:
         ConfigError: If the model is on a different device or cannot be compiled, or if the optimizer does not fit

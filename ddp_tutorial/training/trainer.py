@@ -96,8 +96,8 @@ class Trainer:
         optimizer: An optimizer, or a function that takes the model and returns an optimizer. By default, `config`
             specifies the optimizer. If `optimizer` is passed, the schedule and clipping of `config` apply only if
             `config` sets them explicitly.
-        scheduler: A schedule, or a function that takes the optimizer and returns a schedule. By default, `config`
-            specifies the schedule.
+        scheduler: A learning-rate scheduler, or a function that takes the optimizer and returns a scheduler. By
+            default, `config` specifies the scheduler.
         callbacks: Objects whose methods every rank calls after steps, evaluations and checkpoints, and at the end.
         metrics: Metrics for evaluations, by name. Each value is a class or a function that constructs a `Metric`.
         unit: The unit of the loss's count, such as "tokens", for the log.
