@@ -17,7 +17,7 @@ class Kernel:
         self.manager, self.client = start_new_kernel(kernel_name="python3", cwd=str(cwd))
         self.children = psutil.Process(self.manager.provisioner.process.pid).children
 
-    def run(self, code: str, timeout: float = 150, *, person: bool = False) -> dict[str, Any]:
+    def run(self, code: str, timeout: float = 300, *, person: bool = False) -> dict[str, Any]:
         """Execute a cell. Return its printed text, rich outputs, result, traceback without colors, and number.
 
         With `person`, the front end can ask its user, as JupyterLab does; otherwise it cannot, as with nbval and

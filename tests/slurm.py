@@ -154,10 +154,10 @@ class Slurm:
             capture_output=True,
             text=True,
             check=False,
-            timeout=100,
+            timeout=300,
         )
 
-    def until(self, holds: Callable[[], object], what: str, seconds: float = 150) -> None:
+    def until(self, holds: Callable[[], object], what: str, seconds: float = 300) -> None:
         """Wait for a condition. The timeout error contains the logs of the daemons."""
         deadline = time.monotonic() + seconds
         while not holds():

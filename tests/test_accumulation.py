@@ -172,7 +172,7 @@ def work(world: World) -> dict[Any, Any]:
 
 @cache
 def ranks_of(size: int) -> list[dict[Any, Any]]:
-    return [work(World())] if size == 1 else launch(work, size, device="cpu", threads=1, echo=False, timeout=120)
+    return [work(World())] if size == 1 else launch(work, size, device="cpu", threads=1, echo=False, timeout=300)
 
 
 each_size = pytest.mark.parametrize("size", [1, 2, 3, 4])

@@ -140,7 +140,7 @@ def nprocs(request: pytest.FixtureRequest) -> int:
 @pytest.fixture(scope="module")
 def heard(nprocs: int, cases: list[Case]) -> list[dict[str, Any]]:
     """Return the observations of each rank. The ranks are started once for all tests."""
-    return launch(sum_everything, nprocs, cases, device="cpu", threads=1, echo=False, timeout=150)
+    return launch(sum_everything, nprocs, cases, device="cpu", threads=1, echo=False, timeout=300)
 
 
 algorithm = pytest.mark.parametrize("name", ALGORITHMS)

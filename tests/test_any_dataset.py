@@ -381,7 +381,7 @@ def tour(world: World) -> dict[tuple[str, str], dict[str, Any]]:
 
 @pytest.fixture(scope="module", params=[2, 3])
 def ranks(request: pytest.FixtureRequest) -> list[dict[tuple[str, str], dict[str, Any]]]:
-    return launch(tour, request.param, device="cpu", threads=1, echo=False, timeout=170)
+    return launch(tour, request.param, device="cpu", threads=1, echo=False, timeout=300)
 
 
 ByNumber = [(name, kind) for name in CASES for kind in ("sharded", "dispatched")]
@@ -502,7 +502,7 @@ def dispatched_stream(world: World) -> tuple[list[list[int]], list[int], int]:
 
 
 def test_a_stream_without_shards_is_read_by_rank_0_and_dispatched() -> None:
-    ranks = launch(dispatched_stream, 2, device="cpu", threads=1, echo=False, timeout=120)
+    ranks = launch(dispatched_stream, 2, device="cpu", threads=1, echo=False, timeout=300)
     of_rank = [[sample for step in steps for sample in step] for steps, _, _ in ranks]
     assert sorted(of_rank[0] + of_rank[1]) == list(range(SAMPLES))
     assert abs(len(of_rank[0]) - len(of_rank[1])) <= 1
@@ -526,7 +526,7 @@ def noise(world: World) -> dict[Any, Any]:
 
 @pytest.fixture(scope="module")
 def refused() -> list[dict[str, str]]:
-    return launch(refusals, 2, device="cpu", threads=1, echo=False, timeout=120)
+    return launch(refusals, 2, device="cpu", threads=1, echo=False, timeout=300)
 
 
 @pytest.mark.parametrize(
@@ -599,7 +599,7 @@ WAYS = [(0, 0), (0, 3), (1, 3)]  # the number of workers, and the step after whi
 
 @pytest.fixture(scope="module")
 def noises() -> list[dict[Any, Any]]:
-    return launch(noise, 2, device="cpu", threads=1, echo=False, timeout=120)
+    return launch(noise, 2, device="cpu", threads=1, echo=False, timeout=300)
 
 
 @pytest.mark.parametrize("kind", NOISY)

@@ -105,7 +105,7 @@ def trained(folder: Path) -> Callable[[int], list[dict[Any, Any]]]:
     def on(size: int) -> list[dict[Any, Any]]:
         with pytest.MonkeyPatch.context() as patch:
             patch.chdir(folder)
-            return launch(train_each, size, device="cpu", threads=1, echo=False, timeout=150)
+            return launch(train_each, size, device="cpu", threads=1, echo=False, timeout=300)
 
     return on
 
@@ -280,7 +280,7 @@ def saved_by_fsdp(world: World) -> tuple[str, str]:
 
 @pytest.mark.parametrize("size", [2, 3])
 def test_fsdp_saves_rows_that_do_not_divide_evenly_between_ranks(size: int) -> None:
-    for trained, loaded in launch(saved_by_fsdp, size, device="cpu", threads=1, echo=False, timeout=120):
+    for trained, loaded in launch(saved_by_fsdp, size, device="cpu", threads=1, echo=False, timeout=300):
         assert trained == loaded
 
 
@@ -449,7 +449,7 @@ def told_of_each(world: World) -> dict[str, str]:
 def told(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, str]]:
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(tmp_path_factory.mktemp("bad"))
-        return launch(told_of_each, 2, device="cpu", threads=1, echo=False, timeout=120)
+        return launch(told_of_each, 2, device="cpu", threads=1, echo=False, timeout=300)
 
 
 @pytest.mark.parametrize("name", BAD)

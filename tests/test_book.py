@@ -277,7 +277,7 @@ def test_the_script_in_the_user_guide_trains_and_resumes(tmp_path: Path) -> None
     [script] = [text for _, text in code_blocks("python") if "Trainer(" in text]
     (tmp_path / "script.py").write_text(script.replace("steps=300", "steps=5"))
     for _ in range(2):
-        subprocess.run([sys.executable, "script.py"], cwd=tmp_path, check=True, timeout=120)
+        subprocess.run([sys.executable, "script.py"], cwd=tmp_path, check=True, timeout=300)
     assert json.loads((tmp_path / "runs" / "mine" / "result.json").read_text())["step"] == 5
 
 
@@ -421,6 +421,6 @@ def test_a_sphinx_warning_fails_the_build(tmp_path: Path) -> None:
     (tmp_path / "pages" / "index.md").write_text("# A page\n\nSee [another](gone.md).\n")
     code = "import sys, build, pathlib; sys.exit(not build.is_built(*map(pathlib.Path, sys.argv[1:])))"
     command = [sys.executable, "-c", code, str(tmp_path / "pages"), str(tmp_path / "site")]
-    done = subprocess.run(command, cwd=BOOK, capture_output=True, text=True, check=False, timeout=120)
+    done = subprocess.run(command, cwd=BOOK, capture_output=True, text=True, check=False, timeout=300)
     assert done.returncode == 1
     assert "gone.md" in done.stderr

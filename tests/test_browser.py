@@ -86,7 +86,7 @@ def opened(
 
 def ranks_of(folder: Path, count: int = 2) -> list[psutil.Process]:
     """Return the ranks that have written their process IDs, once all have."""
-    deadline = time.monotonic() + 180
+    deadline = time.monotonic() + 300
     while len(found := [path.read_text() for path in folder.glob("*.pid")]) < count or not all(found):
         assert time.monotonic() < deadline, found
         time.sleep(0.05)

@@ -525,7 +525,7 @@ def everything(world: World, folder: Path) -> dict[str, Any]:
 @pytest.fixture(scope="module", params=[2, 3, 4])
 def ranks(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     folder = tmp_path_factory.mktemp("ranks")
-    return launch(everything, request.param, folder, device="cpu", threads=1, echo=False, timeout=120)
+    return launch(everything, request.param, folder, device="cpu", threads=1, echo=False, timeout=300)
 
 
 @pytest.mark.parametrize("ranks", [2, 4], indirect=True)  # groups of two ranks
@@ -665,7 +665,7 @@ def test_sharded_tensors_load_on_4_2_and_3_ranks_without_a_pickle(tmp_path: Path
     expected = {"a": torch.arange(70.0).reshape(10, 7) + 5, "b": torch.arange(3.0) + 5}
     for step, (size, rows) in enumerate([(4, [3, 3, 3, 1]), (2, [5, 5]), (3, [4, 4, 2])], start=1):
         start = 5.0 if step == 1 else None
-        ranks = launch(reshard, size, tmp_path, step, start, device="cpu", threads=1, echo=False, timeout=180)
+        ranks = launch(reshard, size, tmp_path, step, start, device="cpu", threads=1, echo=False, timeout=300)
         assert [found["rows"] for found in ranks] == rows
         for found in ranks:
             assert same(found["whole"], expected)
@@ -718,4 +718,4 @@ def uneven(world: World, folder: Path) -> str:
 
 def test_nodes_with_different_numbers_of_ranks_are_rejected_on_all_ranks(tmp_path: Path) -> None:
     told = "ValueError: 'part' is per_node, so all nodes must have the same number of ranks, got 1 and 2"
-    assert launch(uneven, 3, tmp_path, device="cpu", threads=1, echo=False, timeout=180) == [told] * 3
+    assert launch(uneven, 3, tmp_path, device="cpu", threads=1, echo=False, timeout=300) == [told] * 3

@@ -28,7 +28,7 @@ def run(*arguments: str, command: list[str] = COMMAND, **environment: str) -> su
         [*command, *arguments],
         capture_output=True,
         text=True,
-        timeout=150,
+        timeout=300,
         check=False,
         env=os.environ | {"PYTHONWARNINGS": "default"} | environment,
     )

@@ -198,7 +198,7 @@ def test_an_invalid_command_is_rejected_in_one_line_and_writes_nothing(
 def command(*args: str, folder: Path) -> "subprocess.CompletedProcess[str]":
     env = os.environ | {"PYTHONPATH": str(ROOT)}
     line = [sys.executable, "-m", "ddp_tutorial", *args]
-    return subprocess.run(line, capture_output=True, text=True, timeout=150, check=False, env=env, cwd=folder)
+    return subprocess.run(line, capture_output=True, text=True, timeout=300, check=False, env=env, cwd=folder)
 
 
 # ------------------------------------------------------------------------------------------------------- hosts
@@ -462,7 +462,7 @@ def test_the_command_line_rejects_a_delay_without_tap_devices(allowed: None, tmp
     line = [sys.executable, "-m", "ddp_tutorial", "cluster", "run", "--rate", "1gbit", "--delay", "1ms", "--", "true"]
     env, before = os.environ | {"PYTHONPATH": str(ROOT)}, boxes()
     done = subprocess.run(
-        [*hide, *line], capture_output=True, text=True, timeout=150, check=False, env=env, cwd=tmp_path
+        [*hide, *line], capture_output=True, text=True, timeout=300, check=False, env=env, cwd=tmp_path
     )
     refused = (
         "error: a delay is not available: the kernel refuses a TAP device, /dev/net/tun (No such file or directory)\n"

@@ -166,7 +166,7 @@ def python(code: str, **variables: str) -> str:
         env=os.environ | variables,
         capture_output=True,
         text=True,
-        timeout=150,
+        timeout=300,
         check=False,
     )
     assert done.returncode == 0, done.stderr

@@ -227,7 +227,7 @@ def test_tokens_are_cached_until_the_file_changes(workdir: Path, monkeypatch: py
 
 def test_two_concurrent_readers_of_the_same_files_both_succeed(workdir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_json(workdir / "a.jsonl", [{"text": story} for story in STORIES])
-    both, read = threading.Barrier(2, timeout=120), corpora._read_dataset
+    both, read = threading.Barrier(2, timeout=300), corpora._read_dataset
 
     def read_when_both_do(*arguments: str) -> Iterator[bytes]:
         both.wait()

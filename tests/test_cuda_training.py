@@ -89,7 +89,7 @@ def config(name: str, settings: dict[str, Any]) -> TaskConfig:
 @cache
 def losses_on_cpu(name: str, ranks: int) -> list[float]:
     settings = (ANY_WORLD | TWO_RANKS)[name]
-    return launch(train, ranks, config("cpu", settings), device="cpu", echo=False, timeout=150)[0].losses
+    return launch(train, ranks, config("cpu", settings), device="cpu", echo=False, timeout=300)[0].losses
 
 
 def check(name: str, ranks: int, backend: str) -> None:

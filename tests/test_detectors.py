@@ -320,7 +320,7 @@ def run_all(world: World, jobs: dict[type[Job], list[Detector] | None]) -> dict[
 @cache
 def found_by_ranks(nprocs: int) -> list[dict[str, Any]]:
     """Return the findings if each step is evaluated immediately."""
-    return launch(run_all, nprocs, WRONG, device="cpu", threads=1, echo=False, timeout=120)
+    return launch(run_all, nprocs, WRONG, device="cpu", threads=1, echo=False, timeout=300)
 
 
 @pytest.mark.parametrize("nprocs", [2, 3])
@@ -482,7 +482,7 @@ def always() -> list[Detector]:
 @cache
 def found_in_right_programs(nprocs: int) -> list[dict[str, Any]]:
     jobs = {kind: always() for kind in RIGHT}
-    return launch(run_all, nprocs, jobs, device="cpu", threads=1, echo=False, timeout=120)
+    return launch(run_all, nprocs, jobs, device="cpu", threads=1, echo=False, timeout=300)
 
 
 @pytest.mark.parametrize("nprocs", [2, 3])
@@ -533,7 +533,7 @@ def trainers(world: World) -> dict[str, list[Finding]]:
 
 
 def test_the_trainer_is_checked_without_changes() -> None:
-    of_ranks = launch(trainers, 2, device="cpu", threads=1, echo=False, timeout=120)
+    of_ranks = launch(trainers, 2, device="cpu", threads=1, echo=False, timeout=300)
     assert all(found == of_ranks[0] for found in of_ranks)
     [corrupt] = of_ranks[0].pop("corrupt")
     assert {name: found for name, found in of_ranks[0].items() if found} == {}
@@ -568,7 +568,7 @@ def alarmed_at_the_end(world: World) -> list[str]:
 
 def test_alarms_of_the_last_steps_precede_the_result_and_are_recorded() -> None:
     left = ["config.json", "failed.json"]
-    told = launch(alarmed_at_the_end, 2, device="cpu", threads=1, echo=False, timeout=120)
+    told = launch(alarmed_at_the_end, 2, device="cpu", threads=1, echo=False, timeout=300)
     assert told == [["step 12: something is wrong", *left]] * 2
     noted = json.loads(Path("runs/late/failed.json").read_text())
     assert (noted["error"], noted["step"]) == ("CheckError: step 12: something is wrong", 12)
@@ -669,7 +669,7 @@ def run_with_weights(world: World, kind: type[Job]) -> Kept:
 
 
 def test_a_delayed_report_has_its_own_step_and_no_weight_is_corrupted() -> None:
-    ranks = launch(run_later, 2, list(LATER), device="cpu", threads=1, echo=False, timeout=120)
+    ranks = launch(run_later, 2, list(LATER), device="cpu", threads=1, echo=False, timeout=300)
     for place, (kind, (step, seen, where, detector)) in enumerate(LATER.items()):
         of_ranks = [kept[place] for kept in ranks]
         assert of_ranks[0].findings == of_ranks[1].findings, "all ranks are told the same"
@@ -716,7 +716,7 @@ def skips_an_update(world: World) -> list[str]:
 
 def test_a_rank_that_skips_an_update_is_reported_on_all_ranks() -> None:
     message = "step 6: the ranks do not update their weights in the same steps: rank 0 in step 6, rank 1 in step 7"
-    assert launch(skips_an_update, 2, device="cpu", echo=False, timeout=180) == [[message] * 2] * 2
+    assert launch(skips_an_update, 2, device="cpu", echo=False, timeout=300) == [[message] * 2] * 2
 
 
 def ends_late(world: World) -> list[Any]:
@@ -735,7 +735,7 @@ def ends_late(world: World) -> list[Any]:
 
 
 def test_a_rank_that_reaches_the_end_late_does_not_block_the_others() -> None:
-    assert launch(ends_late, 2, device="cpu", echo=False, timeout=180) == [[[], True]] * 2
+    assert launch(ends_late, 2, device="cpu", echo=False, timeout=300) == [[[], True]] * 2
 
 
 def ends_differently(world: World, kind: str) -> str:
@@ -752,7 +752,7 @@ def ends_differently(world: World, kind: str) -> str:
 
 
 def test_a_rank_that_takes_fewer_steps_is_reported_on_the_others() -> None:
-    [first, *others] = launch(lambda world: ends_differently(world, "leaves"), 3, device="cpu", echo=False, timeout=180)
+    [first, *others] = launch(lambda world: ends_differently(world, "leaves"), 3, device="cpu", echo=False, timeout=300)
     assert first == "left"
     message = "the ranks take different numbers of steps: rank 0 left the block after step 3"
     assert others == [f"steps: step 4: {message}"] * 2
@@ -760,7 +760,7 @@ def test_a_rank_that_takes_fewer_steps_is_reported_on_the_others() -> None:
 
 def test_a_ranks_own_error_is_raised_unchanged() -> None:
     with pytest.raises(RankError, match="ZeroDivisionError") as caught:
-        launch(lambda world: ends_differently(world, "raises"), 3, device="cpu", echo=False, timeout=180)
+        launch(lambda world: ends_differently(world, "raises"), 3, device="cpu", echo=False, timeout=300)
     assert caught.value.rank == 0
 
 
@@ -788,7 +788,7 @@ def fails_in_step_eleven(world: World, which: tuple[int, ...]) -> str:
 
 
 def test_a_pending_alarm_is_raised_if_all_ranks_fail() -> None:
-    fail = partial(launch, fails_in_step_eleven, 2, device="cpu", echo=False, timeout=180)
+    fail = partial(launch, fails_in_step_eleven, 2, device="cpu", echo=False, timeout=300)
     assert fail((0, 1)) == ["step 10: something is wrong (seen in step 11), no loss"] * 2
     with pytest.raises(RankError, match="no loss") as caught:
         fail((0,))
@@ -809,7 +809,7 @@ def strictly(world: World) -> list[Any]:
 
 
 def test_strict_also_raises_warnings_and_removes_all_hooks() -> None:
-    assert launch(strictly, 2, device="cpu", echo=False, timeout=180) == [["same_random", True, True]] * 2
+    assert launch(strictly, 2, device="cpu", echo=False, timeout=300) == [["same_random", True, True]] * 2
 
 
 def with_other_detectors(world: World) -> None:
@@ -820,7 +820,7 @@ def with_other_detectors(world: World) -> None:
 
 def test_ranks_with_different_detectors_are_rejected() -> None:
     with pytest.raises(RankError, match="all ranks must use the same detectors"):
-        launch(with_other_detectors, 2, device="cpu", echo=False, timeout=180)
+        launch(with_other_detectors, 2, device="cpu", echo=False, timeout=300)
 
 
 def test_a_single_process_is_checked_too() -> None:

@@ -51,7 +51,7 @@ def test_optional_findings_do_not_affect_the_verdict() -> None:
 
 
 def test_the_command_prints_a_line_for_each_finding_and_a_verdict() -> None:
-    done = subprocess.run([*COMMAND, "doctor", "--json"], capture_output=True, text=True, timeout=100, check=False)
+    done = subprocess.run([*COMMAND, "doctor", "--json"], capture_output=True, text=True, timeout=300, check=False)
     found = json.loads(done.stdout)
     assert done.returncode == 0
     assert [each["name"] for each in found["findings"]][-1] == "ranks"
@@ -74,7 +74,7 @@ def test_the_shell_completes_commands_configs_and_settings(words: str, expected:
         [sys.executable, "-c", program],
         capture_output=True,
         text=True,
-        timeout=150,
+        timeout=300,
         env=os.environ | asked,
         check=False,
     )
@@ -83,6 +83,6 @@ def test_the_shell_completes_commands_configs_and_settings(words: str, expected:
 
 @pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
 def test_the_completion_of_each_shell_is_printed(shell: str) -> None:
-    done = subprocess.run([*COMMAND, "completion", shell], capture_output=True, text=True, timeout=150, check=False)
+    done = subprocess.run([*COMMAND, "completion", shell], capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0
     assert "_DDP_TUTORIAL_COMPLETE" in done.stdout

@@ -38,7 +38,7 @@ def result(tmp_path_factory: pytest.TempPathFactory) -> TrainResult:
 
 
 def run(*arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([*COMMAND, *arguments], capture_output=True, text=True, timeout=100, check=False)
+    return subprocess.run([*COMMAND, *arguments], capture_output=True, text=True, timeout=300, check=False)
 
 
 def test_one_process_finds_the_loss_that_two_ranks_logged(result: TrainResult) -> None:

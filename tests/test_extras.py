@@ -26,7 +26,7 @@ def run_without_extras(folder: Path, *arguments: str) -> subprocess.CompletedPro
     (folder / "without" / "sitecustomize.py").write_text(SITECUSTOMIZE)
     environment = {**os.environ, "PYTHONPATH": str(folder / "without")}
     command = [sys.executable, "-m", "ddp_tutorial", *arguments]
-    return subprocess.run(command, capture_output=True, text=True, timeout=120, check=False, env=environment)
+    return subprocess.run(command, capture_output=True, text=True, timeout=300, check=False, env=environment)
 
 
 @pytest.fixture(scope="module")

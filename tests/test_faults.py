@@ -46,7 +46,7 @@ def train_with(world: World, config: TaskConfig, *faults: Fault) -> Any:
 
 def failure(config: TaskConfig, *faults: Fault) -> RankError:
     with pytest.raises(RankError) as caught:
-        launch(train_with, 2, config, *faults, device="cpu", echo=False, timeout=180)
+        launch(train_with, 2, config, *faults, device="cpu", echo=False, timeout=300)
     return caught.value
 
 
@@ -76,7 +76,7 @@ def fill_up(world: World, config: TaskConfig) -> str:
 
 
 def test_a_full_disk_leaves_the_previous_checkpoint_valid() -> None:
-    errors = launch(fill_up, 2, small(checkpoint={"every": 2, "keep_last": 1}), device="cpu", echo=False, timeout=180)
+    errors = launch(fill_up, 2, small(checkpoint={"every": 2, "keep_last": 1}), device="cpu", echo=False, timeout=300)
     assert "No space left on device" in errors[0]
     assert errors[1]  # this error or a lost connection: rank 0's log contains its own error
     assert latest_valid(World(), Path("runs/mine/checkpoints")) == (Path("runs/mine/checkpoints/step_00000002"), [])
@@ -140,7 +140,7 @@ def test_a_fault_that_did_not_occur_is_reported_on_its_rank(
 
 def test_a_run_that_ends_before_its_fault_logs_this_on_its_rank() -> None:
     fault = Fault(action="kill", rank=1, step=3, phase="update")
-    launch(train_with, 2, small(steps=2), fault, device="cpu", echo=False, timeout=180)
+    launch(train_with, 2, small(steps=2), fault, device="cpu", echo=False, timeout=300)
     told = f"WARNING the fault '{fault}' did not occur: the last step was 2"
     assert [Path(f"runs/mine/rank_{rank}.log").read_text().count(told) for rank in range(2)] == [0, 1]
 
@@ -154,7 +154,7 @@ def skipping(world: World) -> list[float]:
 
 
 def test_skipping_an_all_reduce_affects_only_the_next_one() -> None:
-    assert launch(skipping, 2, device="cpu", echo=False, timeout=180) == [[2.0, 2.0]] * 2
+    assert launch(skipping, 2, device="cpu", echo=False, timeout=300) == [[2.0, 2.0]] * 2
 
 
 def test_a_leak_grows_in_each_step_from_its_first_step() -> None:

@@ -14,7 +14,7 @@ from ddp_tutorial.world import World
 
 def caught(fn, size=2):
     with pytest.raises(RankError) as error:
-        launch(fn, size, device="cpu", echo=False, timeout=180)
+        launch(fn, size, device="cpu", echo=False, timeout=300)
     assert error.value.is_a(CollectiveError), error.value
     return error.value
 
@@ -104,7 +104,7 @@ def correct(world: World) -> tuple[list[float], float, list[int]]:
 
 
 def test_matching_collectives_run_unchanged() -> None:
-    results = launch(correct, 3, device="cpu", echo=False, timeout=180)
+    results = launch(correct, 3, device="cpu", echo=False, timeout=300)
     assert results[0] == results[1] == results[2]
     assert results[0][1:] == (3.0, [0, 24, 48])
 

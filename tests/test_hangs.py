@@ -217,7 +217,7 @@ def watched(world: World, function, seconds: float) -> object:
 def test_a_hang_is_reported_with_rank_collective_and_line(hang) -> None:
     """Two of the three ranks may wait at the same place. The notebook and the benchmark have two ranks."""
     with pytest.raises(RankError) as caught:
-        launch(watched, 3, hang, SECONDS, device="cpu", echo=False, timeout=180)
+        launch(watched, 3, hang, SECONDS, device="cpu", echo=False, timeout=300)
     assert not isinstance(caught.value, RankTimeoutError)
     assert caught.value.is_a(CollectiveError), caught.value
     verdict, op = HANGS[hang]
@@ -307,7 +307,7 @@ def busy_for_a_while(world: World) -> list[str]:
 
 
 def test_ranks_wait_for_a_computing_rank_without_a_limit() -> None:
-    kinds = launch(busy_for_a_while, 2, device="cpu", echo=False, timeout=180)
+    kinds = launch(busy_for_a_while, 2, device="cpu", echo=False, timeout=300)
     assert all(kind in {"slow", "none"} for each in kinds for kind in each)
     assert "slow" in kinds[0]
 
@@ -322,7 +322,7 @@ def computes_and_then_hangs(world: World) -> None:
 
 def test_a_rank_that_computes_and_then_hangs_is_reported_once() -> None:
     with pytest.raises(RankError) as caught:
-        launch(computes_and_then_hangs, 2, device="cpu", echo=False, timeout=180)
+        launch(computes_and_then_hangs, 2, device="cpu", echo=False, timeout=300)
     assert caught.value.is_a(CollectiveError), caught.value
     assert "rank 1 has not entered it: it is at" in caught.value.message
     assert named(caught.value.message) == marked(computes_and_then_hangs)
@@ -338,7 +338,7 @@ def raises(world: World) -> None:
 
 def test_an_error_of_the_program_is_raised_unchanged() -> None:
     with pytest.raises(RankError) as caught:
-        launch(raises, 2, device="cpu", echo=False, timeout=180)
+        launch(raises, 2, device="cpu", echo=False, timeout=300)
     assert (caught.value.rank, caught.value.message) == (1, "my own")
 
 
@@ -360,7 +360,7 @@ def in_order(world: World) -> list[str]:
 
 
 def test_matching_ranks_are_undisturbed_and_can_be_inspected() -> None:
-    kinds = launch(in_order, 2, device="cpu", echo=False, timeout=180)
+    kinds = launch(in_order, 2, device="cpu", echo=False, timeout=300)
     assert kinds[0].count("none") >= 2
     assert {kind for each in kinds for kind in each} == {"none"}
 
@@ -378,7 +378,7 @@ def in_a_pair(world: World) -> None:
 
 def test_a_hang_in_a_subgroup_is_reported_for_its_ranks() -> None:
     with pytest.raises(RankError) as caught:
-        launch(in_a_pair, 3, device="cpu", echo=False, timeout=180)
+        launch(in_a_pair, 3, device="cpu", echo=False, timeout=300)
     assert caught.value.is_a(CollectiveError), caught.value
     assert "rank 1 has not entered it" in caught.value.message
     assert named(caught.value.message) == marked(in_a_pair)
@@ -411,7 +411,7 @@ def recorded(world: World) -> list[Call]:
 
 
 def test_the_recorder_reports_the_same_calls_on_all_ranks() -> None:
-    of_ranks = launch(recorded, 2, device="cpu", echo=False, timeout=180)
+    of_ranks = launch(recorded, 2, device="cpu", echo=False, timeout=300)
     first, second = of_ranks[0]
     assert of_ranks[1] == of_ranks[0]
     assert (first.number, first.op, first.sizes, first.dtypes) == (1, "all_reduce", ((3,),), ("Float",))
@@ -448,7 +448,7 @@ if __name__ == "__main__":
 
 def test_under_torchrun_the_verdict_is_on_stderr_and_all_ranks_exit(workdir: Path) -> None:
     Path("script.py").write_text(SCRIPT)
-    done = subprocess.run([*TORCHRUN, "script.py"], capture_output=True, text=True, timeout=100, check=False)
+    done = subprocess.run([*TORCHRUN, "script.py"], capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode != 0
     said = r'entered the collective\. Rank 0 waits in barrier \(File ".*script.py", line 9'
     assert re.search(f"CollectiveError: not all ranks have {said}", done.stderr)
@@ -457,7 +457,7 @@ def test_under_torchrun_the_verdict_is_on_stderr_and_all_ranks_exit(workdir: Pat
 def test_train_reports_an_injected_hang(workdir: Path) -> None:
     command = [sys.executable, "-m", "ddp_tutorial", "train", "tiny", "device=cpu", "--watch", "2"]
     fault = ["--fault", "hang rank=1 step=3 phase=backward"]
-    done = subprocess.run([*command, *fault], capture_output=True, text=True, timeout=100, check=False)
+    done = subprocess.run([*command, *fault], capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 1
     assert "Traceback" not in done.stderr
     assert "rank 1 has not entered it" in done.stderr

@@ -314,7 +314,7 @@ def nprocs(request: pytest.FixtureRequest) -> int:
 @pytest.fixture(scope="module")
 def heard(nprocs: int) -> list[dict[str, Any]]:
     """Return the results of each rank. The ranks are started once for all tests."""
-    return launch(everything, nprocs, device="cpu", threads=1, echo=False, timeout=120)
+    return launch(everything, nprocs, device="cpu", threads=1, echo=False, timeout=300)
 
 
 # ---------------------------------------------------------------------------------------------------- 16 bits: tests

@@ -38,7 +38,7 @@ def kernel(tmp_path):
 
 def pids_in(folder, count=2):
     """Return the process IDs of the ranks, once all have written them."""
-    deadline = time.monotonic() + 120
+    deadline = time.monotonic() + 300
     while time.monotonic() < deadline:
         found = [path.read_text() for path in folder.iterdir()]
         if len(found) == count and all(found):

@@ -190,7 +190,7 @@ def test_the_package_exports_the_function_launch(start_python):
         assert callable(launch), launch
     """
     process = start_python("-c", "\n".join(line.strip() for line in code.split("\n")))
-    _, err = process.communicate(timeout=150)
+    _, err = process.communicate(timeout=300)
     assert process.returncode == 0, err
 
 
@@ -617,7 +617,7 @@ def test_a_rank_exits_cleanly_while_torchs_threads_hold_tensors(capfd):
             dist.all_reduce(torch.ones(1000), async_op=True)
         return world.rank
 
-    assert launch(leave_work_behind, 2, timeout=180) == [0, 1]
+    assert launch(leave_work_behind, 2, timeout=300) == [0, 1]
     shown = capfd.readouterr().out
     assert shown.count("has called its exit functions") == 2, shown
     assert "terminate called" not in shown
@@ -685,7 +685,7 @@ def pids_of_ranks(process):
 
 
 def assert_interrupted_once(process, pids):
-    out, err = process.communicate(timeout=150)
+    out, err = process.communicate(timeout=300)
     assert out == ""
     assert err.count("KeyboardInterrupt") == 1, err
     assert err.count("Traceback") == 1, err  # the parent's traceback; the ranks are silent
@@ -713,7 +713,7 @@ def test_a_second_interrupt_leaves_no_rank_behind(hanging):
     os.killpg(hanging.pid, signal.SIGINT)
     time.sleep(0.3)  # the ranks ignore the first signal
     os.killpg(hanging.pid, signal.SIGINT)
-    _, err = hanging.communicate(timeout=150)
+    _, err = hanging.communicate(timeout=300)
     assert "KeyboardInterrupt" in err
     assert hanging.returncode == -signal.SIGINT
     assert wait_until(lambda: all(map(is_gone, pids)))
@@ -723,7 +723,7 @@ def test_ranks_do_not_outlive_a_killed_parent(hanging):
     pids = pids_of_ranks(hanging)
     hanging.kill()
     assert wait_until(lambda: all(map(is_gone, pids)))
-    assert hanging.communicate(timeout=150) == ("", "")
+    assert hanging.communicate(timeout=300) == ("", "")
 
 
 def test_a_rank_exits_if_its_parent_died_before_it_could_ask():

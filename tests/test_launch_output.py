@@ -94,7 +94,7 @@ def test_concurrent_launches_get_their_own_results_and_leave_no_trace():
     def work(number):
         for turn in range(3):
             mine = 100 * number + 10 * turn
-            found.append((launch(add_up, 2, mine, device="cpu", threads=1, timeout=180, echo=False), 2 * mine + 1))
+            found.append((launch(add_up, 2, mine, device="cpu", threads=1, timeout=300, echo=False), 2 * mine + 1))
 
     found: list[tuple[list[int], int]] = []
     before, main = dict(os.environ), sys.modules["__main__"]

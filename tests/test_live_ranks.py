@@ -428,7 +428,7 @@ def test_cells_become_a_script_for_torchrun(tmp_path):
     script.write_text(make_script(steps, "out.py", 2, 1, "cpu", "gloo"))
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
     files = ["--redirects=1", f"--log-dir={tmp_path / 'logs'}"]  # ranks that print at the same time would share lines
-    done = subprocess.run([*command, *files, script], capture_output=True, text=True, timeout=120, check=False)
+    done = subprocess.run([*command, *files, script], capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, done.stderr
     said = [path.read_text().splitlines() for path in sorted((tmp_path / "logs").rglob("stdout.log"))]
     assert said == [["[rank 0] 0.5"], ["[rank 1] 0.5", "[rank 1] (9, 'one\\n  two')"]]

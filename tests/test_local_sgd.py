@@ -300,7 +300,7 @@ def several(world: World) -> dict[Any, Any]:
 def trained(size: int) -> list[dict[Any, Any]]:
     if size == 1:
         return [several(World())]
-    return launch(several, size, device="cpu", threads=1, echo=False, timeout=100)
+    return launch(several, size, device="cpu", threads=1, echo=False, timeout=300)
 
 
 def far(found: Weights, expected: Weights) -> float:
@@ -495,7 +495,7 @@ def communicating(world: World) -> dict[Any, Any]:
 
 @cache
 def communicated(size: int) -> list[dict[Any, Any]]:
-    return launch(communicating, size, device="cpu", threads=1, echo=False, timeout=100)
+    return launch(communicating, size, device="cpu", threads=1, echo=False, timeout=300)
 
 
 @pytest.mark.parametrize("size", [2, 3])

@@ -90,7 +90,7 @@ def made(name: str, rows: list[dict[str, Any]] = ROWS, result: dict[str, Any] | 
 
 def run(*arguments: str, module: str = "ddp_tutorial") -> subprocess.CompletedProcess[str]:
     done = subprocess.run(
-        [sys.executable, "-m", module, *arguments], capture_output=True, text=True, timeout=150, check=False
+        [sys.executable, "-m", module, *arguments], capture_output=True, text=True, timeout=300, check=False
     )
     assert "Traceback" not in done.stderr
     return done
@@ -695,7 +695,7 @@ def test_tail_follows_a_run_until_it_has_ended() -> None:
         assert tail.stdout.readline() == "four\n"
         assert tail.poll() is None
         holder.kill()
-        rest, told = tail.communicate(timeout=150)
+        rest, told = tail.communicate(timeout=300)
     assert (tail.returncode, rest) == (0, "the end\n")
     assert told.startswith("killed after step 4 of 4")
 
@@ -724,7 +724,7 @@ def test_an_interrupted_tail_does_not_mention_ranks() -> None:
         assert tail.stdout is not None
         assert tail.stdout.readline() == "one\n"
         tail.send_signal(signal.SIGINT)
-        assert tail.communicate(timeout=150) == ("", "")
+        assert tail.communicate(timeout=300) == ("", "")
         assert tail.returncode == 130
 
 
@@ -868,7 +868,7 @@ def test_commands_about_logs_load_no_large_module(arguments: list[str], without:
         f"cli({['logs', *arguments]!r}, standalone_mode=False)\n"
         f"print('loaded', sorted({without!r} & set(sys.modules)))"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=150, check=False)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300, check=False)
     assert done.stdout.splitlines()[-1] == "loaded []", done.stderr
 
 
@@ -912,7 +912,7 @@ def test_a_real_run_is_running_until_it_is_killed() -> None:
     command = [sys.executable, "-m", "ddp_tutorial", "train", "tiny", "device=cpu", "name=mine", "steps=100000"]
     training = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     try:
-        deadline = time.monotonic() + 100
+        deadline = time.monotonic() + 300
         while not read_lines(Path("runs/mine/metrics.jsonl")):
             assert training.poll() is None
             assert time.monotonic() < deadline

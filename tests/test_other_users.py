@@ -110,7 +110,7 @@ def job() -> Iterator[SimpleNamespace]:
         process = subprocess.Popen([sys.executable, "job.py"], cwd=folder, env=environment, start_new_session=True)
         files = [folder / f"rank_{rank}.json" for rank in range(2)]
         try:
-            deadline = time.monotonic() + 120
+            deadline = time.monotonic() + 300
             while not all(file.exists() for file in files):
                 assert process.poll() is None, "the job ended"
                 assert time.monotonic() < deadline, "the ranks did not start"
@@ -127,7 +127,7 @@ def job() -> Iterator[SimpleNamespace]:
 def results(job: SimpleNamespace) -> Path:
     """Return the run folder after the job. The tests of the running job precede those that use it."""
     (job.folder / "go").touch()
-    assert job.process.wait(timeout=120) == 0
+    assert job.process.wait(timeout=300) == 0
     losses = json.loads((job.folder / "losses.json").read_text())
     assert losses[0] == losses[1]
     assert all(0 < loss < 10 for loss in losses[0])

@@ -19,7 +19,7 @@ Outcomes = list[dict[str, Outcome]]
 
 
 def on_ranks(count: int, names: list[str], work: Work) -> Outcomes:
-    return launch(train_with, count, names, work, device="cpu", threads=1, echo=False, timeout=150)
+    return launch(train_with, count, names, work, device="cpu", threads=1, echo=False, timeout=300)
 
 
 def one_process(work: Work, batch_size: int) -> Outcome:
@@ -86,7 +86,7 @@ def resumed(world: World) -> dict[str, Runs]:
 
 @pytest.fixture(scope="module")
 def ranks() -> list[dict[str, Runs]]:
-    return launch(resumed, 2, device="cpu", threads=1, echo=False, timeout=150)
+    return launch(resumed, 2, device="cpu", threads=1, echo=False, timeout=300)
 
 
 def exact(ranks: list[dict[str, Runs]], situation: str) -> set[str]:

@@ -165,7 +165,7 @@ def test_five_steps_of_every_schedule_equal_those_of_one_process(size: int) -> N
     """Results are bitwise identical except for tied parameters, whose gradients are summed over micro-batches first and
     then over uses.
     """
-    of_ranks = launch(all_of_them, size, device="cpu", threads=1, echo=False, timeout=150)
+    of_ranks = launch(all_of_them, size, device="cpu", threads=1, echo=False, timeout=300)
     seen: dict[str, set[str]] = {}
     for far in of_ranks:
         for arm, distances in far.items():
@@ -234,7 +234,7 @@ def beside_torch(world: World) -> dict[str, tuple[float, bool]]:
 
 @pytest.mark.parametrize("size", [2, 4])
 def test_gradients_equal_those_of_torchs_pipelining(size: int) -> None:
-    for far in launch(beside_torch, size, device="cpu", threads=1, echo=False, timeout=100):
+    for far in launch(beside_torch, size, device="cpu", threads=1, echo=False, timeout=300):
         for schedule, (distance, same_order) in far.items():
             assert distance < 1e-6, (schedule, distance)
             assert same_order, f"{schedule}: another order than torch's"
@@ -296,14 +296,14 @@ def kept_and_drawn(world: World) -> tuple[list[int], dict[str, dict[str, torch.T
 
 
 def test_two_pipelines_of_two_equal_one_process_on_all_micro_batches() -> None:
-    for far in launch(two_by_two, 4, device="cpu", threads=1, echo=False, timeout=100):
+    for far in launch(two_by_two, 4, device="cpu", threads=1, echo=False, timeout=300):
         for name, distances in far.items():
             for parameter, distance in distances.items():  # None is one that is frozen, or that nobody uses
                 assert distance is None or distance < 1e-6, (name, parameter, distance)
 
 
 def test_saved_activations_match_the_table_and_dropout_that_of_one_rank() -> None:
-    of_ranks = launch(kept_and_drawn, 2, device="cpu", threads=1, echo=False, timeout=100)
+    of_ranks = launch(kept_and_drawn, 2, device="cpu", threads=1, echo=False, timeout=300)
     for rank, (measured, _) in enumerate(of_ranks):
         assert measured == [peaks(table(2, MICRO_BATCHES))[rank] for table in (gpipe, one_f_one_b)]
     torch.manual_seed(0)  # like rank 0, whose weights are used
@@ -414,4 +414,4 @@ def nothing_counts(world: World) -> str:
 
 
 def test_a_step_without_counted_elements_is_rejected_on_all_ranks() -> None:
-    assert launch(nothing_counts, 2, device="cpu", threads=1, echo=False, timeout=180) == ["all ranks raised"] * 2
+    assert launch(nothing_counts, 2, device="cpu", threads=1, echo=False, timeout=300) == ["all ranks raised"] * 2

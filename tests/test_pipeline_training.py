@@ -122,7 +122,7 @@ def measured_and_resumed(world: World) -> list[tuple[list[float], list[str]]]:
 
 
 def test_measured_cuts_are_agreed_and_recorded_and_a_resumed_run_uses_them() -> None:
-    for runs in launch(measured_and_resumed, 2, device="cpu", threads=1, echo=False, timeout=120):
+    for runs in launch(measured_and_resumed, 2, device="cpu", threads=1, echo=False, timeout=300):
         sharded, dispatched, fixed, resumed = runs
         assert sharded[1] == dispatched[1] == resumed[1] == ["3"]
         assert even_splits(uneven(), 2) == fixed[1] == ["1"]
@@ -165,7 +165,7 @@ def held(world: World, values: dict[str, Any]) -> dict[str, Any]:
 
 def test_each_rank_keeps_weights_and_optimizer_state_of_its_stages_only() -> None:
     values = {"mesh": {"replicate": 2}, "pipeline": {"micro_batches": 2}, "checkpoint": {"every": 2}, "name": "held"}
-    ranks = launch(held, 4, values, device="cpu", threads=1, echo=False, timeout=120)
+    ranks = launch(held, 4, values, device="cpu", threads=1, echo=False, timeout=300)
     model = GPT(**BASE["model"].size)
     sizes = {name: parameter.numel() for name, parameter in model.named_parameters()}
     block = sum(parameter.numel() for parameter in model.blocks[0].parameters())
@@ -198,7 +198,7 @@ def not_finite(world: World) -> str:
 
 
 def test_a_non_finite_gradient_is_located_even_on_other_ranks() -> None:
-    for told in launch(not_finite, 2, device="cpu", threads=1, echo=False, timeout=180):
+    for told in launch(not_finite, 2, device="cpu", threads=1, echo=False, timeout=300):
         assert told.startswith("NotFiniteError: step 1: the gradient is not finite. On rank 0, the loss of micro-batch")
 
 

@@ -170,7 +170,7 @@ def test_bytes_are_formatted_readably(nbytes: float, text: str) -> None:
 def test_a_dry_run_is_readable_and_writes_nothing() -> None:
     arguments = ["train", "grad_accum", "steps=7", "device=cpu", "--dry-run"]
     command = [sys.executable, "-m", "ddp_tutorial", *arguments]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=150, check=True)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=True)
     assert list(Path().iterdir()) == []
     lines = done.stdout.splitlines()
     assert any(line.startswith("steps: 7 ") and line.endswith("# command line") for line in lines)

@@ -246,7 +246,7 @@ def on_a_rank(world: World) -> dict[Any, Any]:
 def two(tmp_path_factory: pytest.TempPathFactory) -> list[dict[Any, Any]]:
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(tmp_path_factory.mktemp("two"))
-        return launch(on_a_rank, 2, device="cpu", echo=False, timeout=120)
+        return launch(on_a_rank, 2, device="cpu", echo=False, timeout=300)
 
 
 @pytest.mark.parametrize("variant", ["torch", "bucket", "flat"])

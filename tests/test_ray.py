@@ -63,7 +63,7 @@ def listening():  # the addresses on which Ray's processes listen
     return sorted(found)
 
 def listening_without_workers():  # rank 0's store, part of torch, listens on all interfaces until the worker exits
-    deadline = time.monotonic() + 120
+    deadline = time.monotonic() + 300
     while "::" in listening() and time.monotonic() < deadline:
         time.sleep(0.2)
     return listening()

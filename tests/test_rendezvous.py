@@ -67,7 +67,7 @@ def failed(agents: dict[str, "subprocess.Popen[str]"]) -> dict[str, str]:
     said = {}
     try:
         for how, each in agents.items():
-            out, said[how] = each.communicate(timeout=100)
+            out, said[how] = each.communicate(timeout=300)
             assert (each.returncode, out) == (1, ""), said[how]
     finally:
         for each in agents.values():
@@ -121,7 +121,7 @@ def test_a_late_node_is_waited_for_and_all_ranks_see_the_same_world(workdir: Pat
                 wait_for(port)
             time.sleep(1 - node)
             assert not list(workdir.glob("*.[01]")) or node, "a rank has started without the other"
-        said = {which: each.communicate(timeout=100) for which, each in agents.items()}
+        said = {which: each.communicate(timeout=300) for which, each in agents.items()}
     finally:
         for each in agents.values():
             kill_torchrun(each, MARK)

@@ -116,7 +116,7 @@ def agent(folder: Path, port: int, log: str) -> "subprocess.Popen[Any]":
         return subprocess.Popen(command, stdout=file, stderr=file, cwd=folder, env=environment, start_new_session=True)
 
 
-def until(holds: Callable[[], object], what: str, seconds: float = 120) -> None:
+def until(holds: Callable[[], object], what: str, seconds: float = 300) -> None:
     deadline = time.monotonic() + seconds
     while not holds():
         assert time.monotonic() < deadline, f"{what}: not within {seconds} s"

@@ -432,14 +432,14 @@ def test_a_signaled_run_saves_and_resumes_with_the_same_command(how: Any) -> Non
     settings = [*ENDLESS, f"source.workers={int(how == signal.SIGTERM)}"]
     run = Path("runs/mine")
     running = started(*command, "train", "tiny", *settings)
-    wait_until(lambda: has_logged(run) or running.poll() is not None, seconds=150)
+    wait_until(lambda: has_logged(run) or running.poll() is not None, seconds=300)
     if how == "stop":
         subprocess.run([*command, "stop", str(run), "--save"], check=True, capture_output=True)
     elif how == signal.SIGTERM:
         os.killpg(running.pid, how)
     else:
         running.send_signal(how)
-    out, err = running.communicate(timeout=150)
+    out, err = running.communicate(timeout=300)
     assert running.returncode == EXIT_CODE, err
     [saved] = list_checkpoints(run / "checkpoints")
     step = read_manifest(saved).step
@@ -458,11 +458,11 @@ def ranks_are_starting(parent: int) -> bool:
 def test_a_signal_during_startup_stops_the_run_without_a_failure(what: str) -> None:
     running = started(sys.executable, "-m", "ddp_tutorial", "train", "tiny", *ENDLESS)
     if what == "torch is imported":
-        wait_until(lambda: "libtorch" in Path(f"/proc/{running.pid}/maps").read_text(), seconds=150)
+        wait_until(lambda: "libtorch" in Path(f"/proc/{running.pid}/maps").read_text(), seconds=300)
     else:
-        wait_until(lambda: ranks_are_starting(running.pid) or running.poll() is not None, seconds=150)
+        wait_until(lambda: ranks_are_starting(running.pid) or running.poll() is not None, seconds=300)
     os.killpg(running.pid, signal.SIGTERM)
-    _, err = running.communicate(timeout=150)
+    _, err = running.communicate(timeout=300)
     assert running.returncode == EXIT_CODE, err
     assert err.endswith("stopped by SIGTERM before there was anything to save\n")
     assert not list(Path("runs").glob("*/checkpoints/*"))
@@ -501,10 +501,10 @@ def test_torchrun_does_not_restart_a_run_that_was_asked_to_stop() -> None:
     restarting = [*TORCHRUN, "--max-restarts", "1"]
     run = Path("runs/mine")
     running = started(*restarting, "-m", "ddp_tutorial", "train", "tiny", *ENDLESS, OMP_NUM_THREADS="1")
-    wait_until(lambda: has_logged(run) or running.poll() is not None, seconds=150)
+    wait_until(lambda: has_logged(run) or running.poll() is not None, seconds=300)
     request_stop(run, "save")
-    wait_until(lambda: (run / "result.json").exists() or running.poll() is not None, seconds=150)
-    out, err = running.communicate(timeout=150)
+    wait_until(lambda: (run / "result.json").exists() or running.poll() is not None, seconds=300)
+    out, err = running.communicate(timeout=300)
     assert running.returncode == 0, err
     result = json.loads((run / "result.json").read_text())
     assert result["status"] == "stopped"

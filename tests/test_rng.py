@@ -173,7 +173,7 @@ def train_in_several_ways(world: World, strategies: list[str]) -> dict[str, dict
 @pytest.mark.usefixtures("workdir")
 def test_random_models_and_data_are_reproducible_and_resume_bitwise() -> None:
     strategies = ["ddp", "invariant"]
-    for ways in launch(train_in_several_ways, 2, strategies, device="cpu", threads=1, echo=False, timeout=120):
+    for ways in launch(train_in_several_ways, 2, strategies, device="cpu", threads=1, echo=False, timeout=300):
         for strategy in strategies:
             first = ways[strategy]["first"]
             for way, result in ways[strategy].items():

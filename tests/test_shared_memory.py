@@ -36,7 +36,7 @@ from ddp_tutorial.world import World
 from ranks import watched
 
 SMALL = 300 / MIB  # a bucket for every one or two layers
-TIMEOUT = 120
+TIMEOUT = 300
 
 
 def net() -> nn.Sequential:

@@ -23,7 +23,7 @@ for _ in range(2):
 
 def test_handlers_set_from_c_and_python_are_restored_after_a_block() -> None:
     done = subprocess.run(
-        [sys.executable, "-u", "-c", KEEPS_FAULTHANDLER], capture_output=True, text=True, timeout=150, check=False
+        [sys.executable, "-u", "-c", KEEPS_FAULTHANDLER], capture_output=True, text=True, timeout=300, check=False
     )
     assert (done.returncode, done.stdout.split("\n")) == (0, ["inside 10", "noted SIGTERM"] * 2 + [""])
     assert done.stderr.count("most recent call first") == 2

@@ -54,7 +54,7 @@ def test_an_unlisted_skip_fails_only_in_ci(tmp_path: Path) -> None:
             cwd=tmp_path,
             capture_output=True,
             text=True,
-            timeout=150,
+            timeout=300,
             check=False,
         )
         ends[ci] = done.returncode, done.stdout

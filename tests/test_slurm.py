@@ -270,7 +270,7 @@ def test_ranks_of_a_step_rendezvous_at_a_private_random_port(workdir: Path) -> N
             [file] = rendezvous.FOLDER.iterdir()
             seen[file.name] = store.port
             assert (stat.S_IMODE(file.parent.stat().st_mode), stat.S_IMODE(file.stat().st_mode)) == (0o700, 0o600)
-            other, rank, size = waiting.result(timeout=180)
+            other, rank, size = waiting.result(timeout=300)
         assert (rank, size) == (1, 2)
         store.set("from rank 0", restart)
         assert other.get("from rank 0").decode() == restart
@@ -291,7 +291,7 @@ def test_a_rank_never_uses_the_store_of_an_earlier_job(workdir: Path) -> None:
         time.sleep(0.5)  # it reads the stale file in the meantime
         assert not waiting.done()
         hosting = meet(STEP, rank=0)
-        assert next(hosting)[0].port == waiting.result(timeout=180)[0].port != stale.port
+        assert next(hosting)[0].port == waiting.result(timeout=300)[0].port != stale.port
 
 
 def test_a_rendezvous_folder_that_others_may_enter_is_rejected(workdir: Path) -> None:

@@ -551,7 +551,7 @@ def total(steps: list[Counter[int]]) -> Counter[int]:
 
 @pytest.fixture(scope="module")
 def two(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    return launch(tour, 2, tmp_path_factory.mktemp("two"), device="cpu", echo=False, timeout=120)
+    return launch(tour, 2, tmp_path_factory.mktemp("two"), device="cpu", echo=False, timeout=300)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -645,7 +645,7 @@ def test_4_ranks_then_2_then_3_see_the_samples_of_one_process(tmp_path: Path, mo
     alone = {kind: read(made(World(), kind, streams=4), 18) for kind in KINDS}
     states: dict[str, SourceState] = {}
     for turn, size in enumerate((4, 2, 3)):
-        ranks = launch(go_on, size, tmp_path, states, device="cpu", echo=False, timeout=180)
+        ranks = launch(go_on, size, tmp_path, states, device="cpu", echo=False, timeout=300)
         for kind in KINDS:
             there = slice(6 * turn, 6 * turn + 6)
             assert all_of(ranks, kind) == [Counter(step) for step in alone[kind].steps[there]], (kind, size)
@@ -838,7 +838,7 @@ def trouble(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch.multiprocessing, "spawn", spawn)
         patch.chdir(tmp_path_factory.mktemp("trouble"))
-        return launch(troubles, 2, device="cpu", echo=False, timeout=120)
+        return launch(troubles, 2, device="cpu", echo=False, timeout=300)
 
 
 @pytest.mark.parametrize("where", ["transform", "transform in a worker"])
@@ -1026,7 +1026,7 @@ def train_on(world: World, kind: str) -> None:
 def test_a_killed_worker_stops_all_ranks_quickly_with_one_error(kind: str) -> None:
     start = time.monotonic()
     with pytest.raises(RankError, match="rank 1, worker 0 of 1, ") as raised:
-        launch(train_on, 2, kind, device="cpu", echo=False, timeout=180)
+        launch(train_on, 2, kind, device="cpu", echo=False, timeout=300)
     assert raised.value.rank == 1
     assert time.monotonic() - start < 50
 
@@ -1040,7 +1040,7 @@ def leave(world: World) -> int:
 
 @pytest.mark.spawned
 def test_an_unclosed_dispatched_source_does_not_block_the_ranks() -> None:
-    assert launch(leave, 2, device="cpu", echo=False, timeout=180) == [4, 4]
+    assert launch(leave, 2, device="cpu", echo=False, timeout=300) == [4, 4]
 
 
 def send_beside_a_dispatched_source(world: World) -> tuple[list[list[int]], int]:
@@ -1060,7 +1060,7 @@ def send_beside_a_dispatched_source(world: World) -> tuple[list[list[int]], int]
 
 
 def test_ranks_communicate_while_a_dispatched_source_waits() -> None:
-    ranks = launch(send_beside_a_dispatched_source, 2, device="cpu", echo=False, timeout=180)
+    ranks = launch(send_beside_a_dispatched_source, 2, device="cpu", echo=False, timeout=300)
     for rank, (taken, message) in enumerate(ranks):
         assert taken == [list(range(first + rank, first + BATCH, 2)) for first in (0, BATCH, 2 * BATCH)]
         assert message == 7

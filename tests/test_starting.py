@@ -65,7 +65,7 @@ def python(*command: str | Path, cwd: Path | None = None, **environment: str) ->
         list(map(str, command)),
         capture_output=True,
         text=True,
-        timeout=150,
+        timeout=300,
         check=False,
         cwd=cwd,
         env=os.environ | {"OMP_NUM_THREADS": "1"} | environment,
@@ -113,7 +113,7 @@ def test_under_slurm_each_task_is_one_rank(script: Path) -> None:
     ]
     try:
         for rank, task in enumerate(tasks):
-            out, err = task.communicate(timeout=100)
+            out, err = task.communicate(timeout=300)
             assert task.returncode == 0, err
             first, _, last = out.splitlines()
             assert (first, last) == ("top level", f"result 21 of 2, group True, True, {rank}")

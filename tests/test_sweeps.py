@@ -369,7 +369,7 @@ def test_planning_reports_cells_that_exit_or_hang(how: str, told: str, monkeypat
 
 
 def test_the_command_rejects_a_mistake_with_exit_code_2(notebook: Path) -> None:
-    done = subprocess.run([*COMMAND, "tiny.ipynb", "hwo=x"], capture_output=True, text=True, timeout=150, check=False)
+    done = subprocess.run([*COMMAND, "tiny.ipynb", "hwo=x"], capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 2
     assert done.stderr == "error: tiny.ipynb has no parameter 'hwo'. Did you mean 'how'?\n"
     assert not Path("runs").exists()
@@ -407,7 +407,7 @@ def test_a_dry_run_prints_commands_that_run_the_points(notebook: Path) -> None:
     assert "how: badly" in second
     well.folder.mkdir(parents=True)
     command = [sys.executable, "-m", *shlex.split(first), "--no-progress-bar"]
-    assert subprocess.run(command, capture_output=True, timeout=150, check=False).returncode == 0
+    assert subprocess.run(command, capture_output=True, timeout=300, check=False).returncode == 0
     assert json.loads((well.folder / "result.json").read_text())["metrics"] == {"value": 20.0, "kind": "int"}
     assert Path(f"{well.folder.name}.ipynb").is_file()
 
@@ -561,7 +561,7 @@ def test_an_interrupted_sweep_resumes_without_losing_points(notebook: Path) -> N
         assert process.poll() is None
         time.sleep(0.1)
     os.killpg(process.pid, signal.SIGINT)
-    _, said = process.communicate(timeout=100)
+    _, said = process.communicate(timeout=300)
     assert process.returncode == 130
     last = said.strip().splitlines()[-1]
     assert last == "error: interrupted; 1 of 2 points are done and saved. To resume, rerun the command."
@@ -588,7 +588,7 @@ def test_an_interrupted_sweep_resumes_without_losing_points(notebook: Path) -> N
         assert (Path("runs/sweeps/tiny") / written).is_file()
 
     executed = Path("runs/sweeps/tiny/compare.ipynb").stat().st_mtime_ns
-    done = subprocess.run(command, capture_output=True, text=True, timeout=150, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, done.stderr
     assert done.stdout.startswith("2 points: 2 finished (2 of them before)\n")
     assert done.stdout.splitlines()[-2:] == told["commands"]

@@ -163,7 +163,7 @@ def everything(world: World) -> dict[Any, Any]:
 def ranks_of(size: int) -> list[dict[Any, Any]]:
     if size == 1:
         return [everything(World())]
-    return launch(everything, size, device="cpu", threads=1, echo=False, timeout=100)
+    return launch(everything, size, device="cpu", threads=1, echo=False, timeout=300)
 
 
 @pytest.mark.parametrize("momentum", [0.1, None])

@@ -347,7 +347,7 @@ def finish(world: World, config: TaskConfig) -> dict[str, Any]:
 
 
 def test_no_rank_returns_before_rank_0_has_written_the_result() -> None:
-    for rank in launch(finish, 2, changed(QUICK, steps=1), device="cpu", threads=1, echo=False, timeout=180):
+    for rank in launch(finish, 2, changed(QUICK, steps=1), device="cpu", threads=1, echo=False, timeout=300):
         assert rank == {"is there": True, "full": "OSError: [Errno 28] No space left on device"}
 
 
@@ -374,7 +374,7 @@ def test_evaluation_uses_no_larger_forward_passes_than_training() -> None:
         {"strategy": "invariant", "micro_batches": 8},
         {"strategy": "zero2", "accumulation": 4},
     ]
-    for rank in launch(samples_of_forwards, 2, ways, device="cpu", threads=1, echo=False, timeout=180):
+    for rank in launch(samples_of_forwards, 2, ways, device="cpu", threads=1, echo=False, timeout=300):
         assert [each["training"] for each in rank] == [{8}, {2, 3}, {2}, {2}]
         # 2 and 4 are those of the check that the loss is a sum.
         assert [each["evaluation"] for each in rank] == [{2, 4, 8}, {2, 4}, {2, 4}, {2, 4}]

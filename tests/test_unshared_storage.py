@@ -118,7 +118,7 @@ def told(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
         (folder / f"node{rank}" / "notes.txt").write_text("abcdefgh" * 400 + f"{rank}" + "ijklmnop" * 400)
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
-        return launch(on_nodes, 2, device="cpu", echo=False, timeout=180)
+        return launch(on_nodes, 2, device="cpu", echo=False, timeout=300)
 
 
 def test_a_save_that_rank_0_does_not_see_is_reported_on_all_ranks(told: Any) -> None:
@@ -256,8 +256,8 @@ def test_rank_0_saves_for_nodes_without_a_shared_folder_and_runs_resume(
 ) -> None:
     for rank in range(2):
         (workdir / f"node{rank}").mkdir()
-    told = launch(kept, 2, device="cpu", echo=False, timeout=100)
-    whole = launch(uninterrupted, 2, device="cpu", echo=False, timeout=180)[0]
+    told = launch(kept, 2, device="cpu", echo=False, timeout=300)
+    whole = launch(uninterrupted, 2, device="cpu", echo=False, timeout=300)[0]
     assert whole["on_one"] == whole["ddp"]
     for rank, each in enumerate(told):
         for name in KINDS:

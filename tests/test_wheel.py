@@ -27,7 +27,7 @@ def unpacked(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / "notebooks" / "work").mkdir(exist_ok=True)
     (folder / "notebooks" / "work" / "mine.ipynb").touch()  # a learner's own files stay out of the wheel
     done = subprocess.run(
-        [sys.executable, "-c", BUILD, "dist"], cwd=folder, capture_output=True, text=True, timeout=120, check=False
+        [sys.executable, "-c", BUILD, "dist"], cwd=folder, capture_output=True, text=True, timeout=300, check=False
     )
     assert done.returncode == 0, done.stderr
     [wheel] = (folder / "dist").iterdir()
@@ -45,7 +45,7 @@ def installed(unpacked: Path, *arguments: str) -> subprocess.CompletedProcess[st
     """Run Python with the wheel's package instead of the repository's."""
     environment = {**os.environ, "PYTHONPATH": str(unpacked)}
     return subprocess.run(
-        [sys.executable, *arguments], capture_output=True, text=True, timeout=120, check=False, env=environment
+        [sys.executable, *arguments], capture_output=True, text=True, timeout=300, check=False, env=environment
     )
 
 

@@ -448,7 +448,7 @@ def test_a_group_exists_only_inside_the_block(tmp_path):
             slow.send_signal(signal.SIGCONT)
             time.sleep(0.002)
         for rank in ranks:
-            out, err = rank.communicate(timeout=150)
+            out, err = rank.communicate(timeout=300)
             assert rank.returncode == 0, err
             if rank is slow:
                 out = "".join([*said, out])

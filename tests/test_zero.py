@@ -249,7 +249,7 @@ def trained(size: int) -> list[dict[tuple[Any, ...], Any]]:
     cases += COPIES if size == 2 else []
     if size == 1:
         return [several(World(), cases)]
-    return launch(several, size, cases, device="cpu", threads=1, echo=False, timeout=100)
+    return launch(several, size, cases, device="cpu", threads=1, echo=False, timeout=300)
 
 
 def distance(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> float:
@@ -427,7 +427,7 @@ def wrapped(world: World) -> dict[str, tuple[Any, Any]]:
 
 
 def test_any_sharded_optimizer_is_bitwise_identical_to_the_unsharded_one() -> None:
-    for rank in launch(wrapped, 3, device="cpu", threads=1, echo=False, timeout=180):
+    for rank in launch(wrapped, 3, device="cpu", threads=1, echo=False, timeout=300):
         for name, (found, expected) in rank.items():
             assert all(map(torch.equal, found["weights"], expected["weights"])), name
             assert found["state"].keys() == expected["state"].keys()
@@ -667,7 +667,7 @@ def rims(world: World) -> dict[str, Any]:
 
 @cache
 def at_the_rim() -> list[dict[str, Any]]:
-    return launch(rims, 2, device="cpu", threads=1, echo=False, timeout=100)
+    return launch(rims, 2, device="cpu", threads=1, echo=False, timeout=300)
 
 
 def test_late_repeated_and_partial_gradients_are_summed() -> None:
@@ -968,7 +968,7 @@ def sent_in_a_step(world: World) -> dict[tuple[str, int, int], tuple[int, int]]:
 
 def test_reported_traffic_equals_the_bytes_sent() -> None:
     """A few bytes are excluded: losses, counts, and flags of used parameters."""
-    for rank in launch(sent_in_a_step, 4, device="cpu", threads=1, echo=False, timeout=180):
+    for rank in launch(sent_in_a_step, 4, device="cpu", threads=1, echo=False, timeout=300):
         for case, (sent, told) in rank.items():
             assert told <= sent <= 1.01 * told + 200, (case, sent, told)
 
