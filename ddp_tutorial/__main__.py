@@ -4,7 +4,7 @@ The exit codes are:
 
     0     success
     1     an error at run time
-    2     an error in the command or a config; nothing was started
+    2     an error in the command or a config
     75    a run was stopped before its last step (0 under torchrun, which would otherwise restart the run)
     130   interrupted
 """
@@ -27,9 +27,9 @@ def cli() -> None:
     """Learn and practice PyTorch distributed data-parallel training with several processes, on any machine.
 
     \b
-    Exit codes: 0 success; 1 an error at run time; 2 an error in the command or a config,
-    and nothing was started; 75 the run was stopped before its last step (0 under torchrun,
-    which would restart the run); 130 interrupted.
+    Exit codes: 0 success; 1 an error at run time; 2 an error in the command or a config;
+    75 the run was stopped before its last step (0 under torchrun, which would restart the run);
+    130 interrupted.
     """
 
 

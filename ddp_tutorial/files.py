@@ -30,10 +30,11 @@ LOG = logging.getLogger(__name__)
 
 
 def _find_runs() -> Path:
-    """Return the folder that contains all runs. Print a message if it is not in the working directory.
+    """Return the folder that contains all runs.
 
-    If the working directory is read-only, the folder is in the home directory. In a notebook, this function also
-    changes the kernel's working directory, because some cells write to `runs/...` themselves.
+    If the working directory is read-only, the folder is in the home directory, and the function prints a message. In
+    this case, it also changes the working directory of a notebook's kernel, because some cells write to `runs/...`
+    themselves.
     """
     named = os.environ.get("DDP_TUTORIAL_RUNS")
     elsewhere = Path.home() / "ddp_tutorial"

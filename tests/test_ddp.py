@@ -1127,7 +1127,7 @@ def test_different_models_abort_a_launch_within_seconds() -> None:
             {"variant": "flat", "gradient_as_bucket_view": False},
             "'gradient_as_bucket_view' is an option of variant torch, not of flat",
         ),
-        ({"variant": "torch", "hook": "powersgd"}, "hook=powersgd requires variant=bucket"),
+        ({"variant": "torch", "hook": "powersgd"}, "'hook' = powersgd requires variant=bucket"),
         ({"variant": "bucket", "powersgd_rank": 4}, "'powersgd_rank' is an option of hook powersgd, not of hook none"),
         ({"variant": "ring"}, "'naive', 'flat', 'bucket' or 'torch'"),
         ({"bucket_cap_mb": 0}, "greater than 0"),

@@ -694,7 +694,7 @@ def test_an_optimizer_with_initial_state_can_be_sharded() -> None:
 def test_fsdp_names_the_modules_that_differ_and_zero3_trains() -> None:
     for rank in at_the_rim():
         assert rank["zero3"] == "no error"
-        assert "DifferentPathsError: in the first forward pass, rank 0 used module 'blocks." in rank["first step"]
+        assert "DifferentPathsError: in the first forward pass, rank 0 reached module 'blocks." in rank["first step"]
         assert rank["third step"].startswith("DifferentPathsError: in this step, the ranks used different modules")
         assert "Use strategy=zero2" in rank["third step"]
 

@@ -252,7 +252,7 @@ def _last_words(notes: Path) -> list[str]:
 def leftovers(folder: Path) -> int:
     """Return the number of other processes whose working directory is in `folder`.
 
-    Processes that exit within a few seconds are not counted.
+    Processes that exit within `GOING` seconds are not counted.
     """
     deadline = time.monotonic() + GOING
     while True:

@@ -185,7 +185,7 @@ def describe(result: Mapping[str, Any]) -> str:
     return "\n".join(
         [
             f"{result['right']} of {result['of']} correct: {result['hangs']} hangs, {result['repeats']} repeats; "
-            f"{result['other_verdicts']} verdicts differ from the first verdict",
+            f"{result['other_verdicts']} verdicts differ from the first repeat",
             f"delay after the timeout of {result['patience']} s: {seconds['median']} s median, "
             f"{seconds['most']} s at most; {result['late']} later than {result['within']} s",
             f"processes still running: {result['left']}",

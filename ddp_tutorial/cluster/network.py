@@ -8,7 +8,7 @@ r"""Create hosts and a network between them. Each host is a Linux network namesp
 
 A token bucket (tbf, see tc-tbf(8)) at each end of a pair limits the rate of the packets that leave or enter a host. A
 host therefore sends at most at `rate` and receives at most at `rate`, as with a network card and a switch of that
-speed. To add a delay, the kernel redirects incoming frames through a process; see `delay`.
+speed. To add a delay, the kernel redirects frames that enter the bridge through a process; see `delay`.
 
 This module's functions must be called inside namespaces in which the caller has all privileges; see `box`.
 """

@@ -80,7 +80,7 @@ class DDPConfig(Config):
             raise ValueError(f"'powersgd_rank' is an option of hook powersgd, not of hook {self.hook}")
         if self.variant == "torch" and self.hook == "powersgd":
             raise ValueError(
-                "hook=powersgd requires variant=bucket. PowerSGD starts a second all-reduce when the first one "
+                "'hook' = powersgd requires variant=bucket. PowerSGD starts a second all-reduce when the first one "
                 "completes, and all ranks must start the all-reduces in the same order. Variant torch with gloo does "
                 "not guarantee that order"
             )

@@ -51,8 +51,8 @@ class CastHook:
     """A hook that sends gradients in a 16-bit `dtype`, which halves the number of bytes compared with float32.
 
     A complex number is sent as two real numbers. bfloat16 covers the range of float32 with 8 bits of precision. float16
-    provides 11 bits of precision, but numbers below 6e-8 become zero, and numbers above 65,504 become infinite. The sum
-    is also computed in `dtype`, so the rounding error grows with the number of ranks.
+    provides 11 bits of precision, but numbers below about 3e-8 become zero, and numbers above 65,504 become infinite.
+    The sum is also computed in `dtype`, so the rounding error grows with the number of ranks.
     """
 
     def __init__(self, link: Link, dtype: torch.dtype) -> None:

@@ -186,10 +186,9 @@ _wrappers: WeakSet[DataParallel] = (
 
 
 def _replace_older(wrapper: DataParallel) -> None:
-    """Detach older wrappers that share parameters with `wrapper`.
+    """Detach older wrappers that share parameters with `wrapper`, to prevent gradients from being averaged twice.
 
-    Detaching is necessary only if one of the wrappers averages gradients during the backward pass, because they would
-    be averaged twice.
+    If neither wrapper averages gradients during the backward pass, the older wrapper stays attached.
     """
     parameters = {parameter for _, parameter in wrapper.trainable}
     for older in list(_wrappers):

@@ -264,7 +264,7 @@ def _rows_hashed(inputs: Any) -> torch.Tensor:
         words = words[:, :: -(-words.shape[1] // _NUMBERS)]
     weights = hash_weights(words.shape[1], words.device)
     if words.device.type == "cpu":
-        return torch.mv(words, weights)  # the same sum, because GPUs do not support integer products
+        return torch.mv(words, weights)  # the same sum; `mv` does not support integers on GPUs
     return (words * weights).sum(1)
 
 

@@ -40,14 +40,16 @@ def _without_imports(config: TaskConfig, run: str | Path) -> TaskConfig:
     imported = config.model.imported["class"] if config.model.imported else config.task
     if config.model.imported or is_import_path(config.task):
         raise ConfigError(
-            f"{run} was trained with the model {imported}, which is not imported when a run is loaded. Construct "
+            f"{run} was trained with the model of {imported}, which is not imported when a run is loaded. Construct "
             "the model and pass it to ddp_tutorial.load"
         )
     return config
 
 
 def load(run: str | Path, model: nn.Module | None = None, *, best: bool = False) -> nn.Module:
-    """Return a run's final model, or the model of the run's newest valid checkpoint, in evaluation mode.
+    """Return a run's final model in evaluation mode.
+
+    If the run has not finished, the function returns the model of the newest valid checkpoint.
 
     Args:
         run: The directory of the run.

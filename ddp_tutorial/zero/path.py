@@ -40,5 +40,5 @@ def require_same_unit(world: World, name: str) -> None:
     for rank, other in enumerate(names):
         if other != names[0]:
             raise DifferentPathsError(
-                f"in the first forward pass, rank 0 used {names[0]}, but rank {rank} used {other}"
+                f"in the first forward pass, rank 0 reached {names[0]}, but rank {rank} reached {other}"
             )
