@@ -207,7 +207,7 @@ def test_a_time_limit_without_units_or_an_ambiguous_one_is_rejected(time: str) -
 @pytest.mark.parametrize(
     ("words", "advice"),
     [
-        (["nprocs=3", "nodes=2"], r"'nprocs' must be a multiple of 'slurm\.nodes' 2, got 3: use nprocs=2 or 4$"),
+        (["nprocs=3", "nodes=2"], r"'nprocs' must be a multiple of 'slurm\.nodes' \(2\), got 3: use nprocs=2 or 4$"),
         (["time=30"], r"'slurm.time' .* got 30 \(a whole number\), for example slurm.time=90min"),
         (["time=90:00"], r"'slurm.time' must be a duration, .*, got '90:00'"),
         (["time=1min"], r"'slurm.warning' must be shorter than 'slurm.time' \(1min\), got 120 seconds"),
