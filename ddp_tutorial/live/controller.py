@@ -28,9 +28,9 @@ from ddp_tutorial.processes.spawn import MARK, cell_sources, wait_for_exit
 LOOK_SECONDS = 0.25
 # Seconds that a rank may wait in a collective for a rank that has already finished the call.
 ENDED_SECONDS = 1.0
-# Timeouts in seconds for a rank to stop a call after an interrupt, and for all ranks to form a process group.
-REACT_SECONDS, MEET_SECONDS = 10.0, 60.0
-ANSWER_SECONDS = 1.5
+# Timeouts in seconds: for a rank to stop a call after an interrupt, for all ranks to form a process group, and for a
+# rank to answer a query. On a busy machine, an answer can take more than a second.
+REACT_SECONDS, MEET_SECONDS, ANSWER_SECONDS = 10.0, 60.0, 5.0
 
 
 class Controller:
