@@ -398,7 +398,8 @@ BAD: dict[str, tuple[Callable[[World], Any], str]] = {
     ),
     "half an optimizer": (
         lambda world: start(world, optimizer=lambda model: torch.optim.SGD(model[0].parameters(), lr=0.1)),
-        "ConfigError: the optimizer must contain all trainable parameters, but lacks 2 of them",
+        "ConfigError: the optimizer must contain all trainable parameters, but lacks 2 of them, starting with "
+        "'2.weight'",
     ),
     **{
         f"past the wrapper, {name}": (

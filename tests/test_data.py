@@ -163,11 +163,12 @@ def test_a_tree_that_is_not_a_batch_is_reported_with_its_leaves(tree: Any, told:
         as_batch(tree, 2)
 
 
-@pytest.mark.parametrize("tree", [{"a": torch.zeros(2), "b": "text"}, {"a": torch.zeros(2), "b": torch.tensor(1)}])
-def test_a_batch_that_cannot_be_split_is_reported_with_the_leaf(tree: Any) -> None:
-    told = "must have the same number of rows, got 'a' with 2 rows, 'b' (of type str, not a tensor|without a batch)"
-    with pytest.raises(ValueError, match=told):
-        select_rows(tree, slice(0, 1))
+@pytest.mark.parametrize(
+    ("leaf", "told"), [("text", "of type str, not a tensor"), (torch.tensor(1), "without a batch dimension")]
+)
+def test_a_batch_that_cannot_be_split_is_reported_with_the_leaf(leaf: Any, told: str) -> None:
+    with pytest.raises(ValueError, match=f"must have the same number of rows, got 'a' with 2 rows, 'b' {told}"):
+        select_rows({"a": torch.zeros(2), "b": leaf}, slice(0, 1))
 
 
 # --------------------------------------------------------------------------------------------------- Arrow files

@@ -117,7 +117,10 @@ def test_the_commands_print_what_the_functions_return(result: TrainResult, tmp_p
 
 def test_an_empty_prompt_is_rejected(result: TrainResult) -> None:
     done = call("sample", str(result.run), "--prompt", "")
-    assert (done.returncode, done.stderr.startswith("error: the prompt must contain")) == (2, True)
+    assert (done.returncode, done.stderr.startswith("error: the prompt must contain at least one character")) == (
+        2,
+        True,
+    )
 
 
 def test_a_model_that_cannot_be_written_leaves_the_old_one(tmp_path: Path) -> None:

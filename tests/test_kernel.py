@@ -17,6 +17,7 @@ from PIL import Image
 
 from ddp_tutorial.experiments.notebooks import tidy
 from kernel import Kernel
+from ranks import wait_until
 
 ROOT = Path(__file__).parent.parent
 HANG = """
@@ -47,13 +48,8 @@ def pids_in(folder, count=2):
     raise TimeoutError("the ranks did not start")
 
 
-def gone(pids, within=30.0):
-    deadline = time.monotonic() + within
-    while time.monotonic() < deadline:
-        if not any(psutil.pid_exists(pid) for pid in pids):
-            return True
-        time.sleep(0.05)
-    return False
+def gone(pids):
+    return wait_until(lambda: not any(map(psutil.pid_exists, pids)))
 
 
 def test_functions_and_classes_of_cells_work_and_output_is_grouped(kernel):

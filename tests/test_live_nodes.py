@@ -6,7 +6,6 @@ import os
 import re
 import shlex
 import sys
-import time
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -75,11 +74,8 @@ def processes_in(networks: set[str]) -> list[int]:
     return found
 
 
-def nobody_is_in(networks: set[str], within: float = 30.0) -> bool:
-    deadline = time.monotonic() + within
-    while processes_in(networks) and time.monotonic() < deadline:
-        time.sleep(0.05)
-    return not processes_in(networks)
+def nobody_is_in(networks: set[str]) -> bool:
+    return wait_until(lambda: not processes_in(networks))
 
 
 # ------------------------------------------------------------------------------------------------------- where they are

@@ -34,7 +34,7 @@ from ddp_tutorial.live.pool import Ranks
 from ddp_tutorial.live.script import ScriptStep, assignment_step, indented, launch_command, make_script
 from ddp_tutorial.processes.errors import RankError
 from kernel import Kernel
-from ranks import wait_until
+from ranks import is_gone, wait_until
 
 IMPORTS = "import os, signal, sys, time, torch, torch.distributed as dist"
 PATIENCE = 1.0
@@ -59,12 +59,7 @@ def ranks(one_pool):
 
 
 def gone(pids, within=30.0):
-    deadline = time.monotonic() + within
-    while time.monotonic() < deadline:
-        if not any(psutil.pid_exists(pid) and psutil.Process(pid).status() != "zombie" for pid in pids if pid):
-            return True
-        time.sleep(0.05)
-    return False
+    return wait_until(lambda: all(is_gone(pid) for pid in pids if pid), within)
 
 
 def are_together(ranks):

@@ -90,12 +90,18 @@ def test_without_clipping_and_schedule_the_update_is_the_optimizers_own() -> Non
 
 
 WRONG_OBJECTS: list[tuple[dict[str, Any], str]] = [
-    ({"optimizer": torch.optim.SGD}, "returns an Optimizer, got the class SGD: construct it"),
+    (
+        {"optimizer": torch.optim.SGD},
+        "or a function that takes the model and returns an Optimizer, got the class SGD: construct it",
+    ),
     ({"optimizer": lambda model: [sgd(model)]}, "got list: use one optimizer with several parameter groups"),
     ({"optimizer": [sgd, sgd]}, "got list: use one optimizer with several parameter groups"),
     ({"optimizer": "sgd"}, "got str: construct it"),
     ({"scheduler": ReduceLROnPlateau}, "ReduceLROnPlateau is not supported"),
-    ({"scheduler": [1]}, "returns an LRScheduler, got list"),
+    (
+        {"scheduler": [1]},
+        "must be an LRScheduler or a function that takes the optimizer and returns an LRScheduler, got list",
+    ),
 ]
 
 

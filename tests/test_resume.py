@@ -6,6 +6,7 @@ import shutil
 import signal
 import subprocess
 import sys
+from collections.abc import Callable
 from contextlib import AbstractContextManager, suppress
 from functools import cache
 from pathlib import Path
@@ -420,6 +421,11 @@ def started(*command: str, **environment: str) -> subprocess.Popen[str]:
     return subprocess.Popen(command, env=os.environ | environment, start_new_session=True, **options)
 
 
+def wait_while_running(running: subprocess.Popen[str], condition: Callable[[], bool]) -> None:
+    """Wait until the condition holds, unless the process exits before."""
+    wait_until(lambda: condition() or running.poll() is not None, seconds=300)
+
+
 def has_logged(run: Path) -> bool:
     path = run / "metrics.jsonl"
     return path.exists() and path.stat().st_size > 0
@@ -432,7 +438,7 @@ def test_a_signaled_run_saves_and_resumes_with_the_same_command(how: Any) -> Non
     settings = [*ENDLESS, f"source.workers={int(how == signal.SIGTERM)}"]
     run = Path("runs/mine")
     running = started(*command, "train", "tiny", *settings)
-    wait_until(lambda: has_logged(run) or running.poll() is not None, seconds=300)
+    wait_while_running(running, lambda: has_logged(run))
     if how == "stop":
         subprocess.run([*command, "stop", str(run), "--save"], check=True, capture_output=True)
     elif how == signal.SIGTERM:
@@ -458,9 +464,9 @@ def ranks_are_starting(parent: int) -> bool:
 def test_a_signal_during_startup_stops_the_run_without_a_failure(what: str) -> None:
     running = started(sys.executable, "-m", "ddp_tutorial", "train", "tiny", *ENDLESS)
     if what == "torch is imported":
-        wait_until(lambda: "libtorch" in Path(f"/proc/{running.pid}/maps").read_text(), seconds=300)
+        wait_while_running(running, lambda: "libtorch" in Path(f"/proc/{running.pid}/maps").read_text())
     else:
-        wait_until(lambda: ranks_are_starting(running.pid) or running.poll() is not None, seconds=300)
+        wait_while_running(running, lambda: ranks_are_starting(running.pid))
     os.killpg(running.pid, signal.SIGTERM)
     _, err = running.communicate(timeout=300)
     assert running.returncode == EXIT_CODE, err
@@ -501,9 +507,9 @@ def test_torchrun_does_not_restart_a_run_that_was_asked_to_stop() -> None:
     restarting = [*TORCHRUN, "--max-restarts", "1"]
     run = Path("runs/mine")
     running = started(*restarting, "-m", "ddp_tutorial", "train", "tiny", *ENDLESS, OMP_NUM_THREADS="1")
-    wait_until(lambda: has_logged(run) or running.poll() is not None, seconds=300)
+    wait_while_running(running, lambda: has_logged(run))
     request_stop(run, "save")
-    wait_until(lambda: (run / "result.json").exists() or running.poll() is not None, seconds=300)
+    wait_while_running(running, (run / "result.json").exists)
     out, err = running.communicate(timeout=300)
     assert running.returncode == 0, err
     result = json.loads((run / "result.json").read_text())

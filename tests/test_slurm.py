@@ -209,9 +209,12 @@ def test_a_time_limit_without_units_or_an_ambiguous_one_is_rejected(time: str) -
     [
         (["nprocs=3", "nodes=2"], r"'nprocs' must be a multiple of 'slurm\.nodes' \(2\), got 3: use nprocs=2 or 4$"),
         (["time=30"], r"'slurm.time' .* got 30 \(a whole number\), for example slurm.time=90min"),
-        (["time=90:00"], r"'slurm.time' must be a duration, .*, got '90:00'"),
+        (["time=90:00"], r"'slurm.time' must be a duration, such as 90min, .*, got '90:00'"),
         (["time=1min"], r"'slurm.warning' must be shorter than 'slurm.time' \(1min\), got 120 seconds"),
-        (["nodes=2", "nodelist=n[1-3]"], r"'slurm.nodes' must be 3, .*'slurm.nodelist' \(n\[1-3\]\), got 2"),
+        (
+            ["nodes=2", "nodelist=n[1-3]"],
+            r"'slurm.nodes' must be 3, the number of nodes in 'slurm.nodelist' \(n\[1-3\]\), got 2",
+        ),
         (["nodes=2", "nodelist=n[2-1]"], "must be ascending, got '2-1'"),
         (["nodes=2", "nodelist='n1,n1'"], "contains 'n1' twice"),
         (["partition=a b"], "'slurm.partition' must be one word, got 'a b'"),
@@ -313,7 +316,7 @@ def cluster() -> Iterator[slurm.Slurm]:
         inside = slurm.inside(running.namespace)
         assert not [command for command in inside if "ddp_tutorial" in command or command.startswith("srun")]
         assert len([command for command in inside if command.startswith("slurmd ")]) == 2
-    assert wait_until(lambda: not slurm.inside(running.namespace)), slurm.inside(running.namespace)
+    assert wait_until(lambda: not slurm.inside(running.namespace), seconds=10), slurm.inside(running.namespace)
 
 
 CONFIG = """
@@ -500,4 +503,4 @@ def test_a_killed_test_leaves_no_slurm_process() -> None:
         assert len(slurm.inside(namespace)) > 4
         process.kill()
     shutil.rmtree(folder)
-    assert wait_until(lambda: not slurm.inside(namespace)), slurm.inside(namespace)
+    assert wait_until(lambda: not slurm.inside(namespace), seconds=10), slurm.inside(namespace)

@@ -266,7 +266,7 @@ def test_rank_0_saves_for_nodes_without_a_shared_folder_and_runs_resume(
         assert each["pieces"].startswith("ConfigError: 'checkpoint.shared' must be true, because 'optimizer' is")
         assert each["later"].startswith("ConfigError: rank 1 found step_00000004 of later on its disk, but rank 0 ")
         assert each["shared"].startswith(
-            "ConfigError: all ranks must share the checkpoint folder runs/ddp, but rank 1 "
+            "ConfigError: all ranks must share the checkpoint folder runs/ddp, but rank 1 cannot see rank 0's folder. "
         )
         assert each["places"].startswith("ConfigError: runs/ddp contains logs of other ranks, but not of rank 0. ")
         assert (each["changed"], each["changed there"]) == (set(), set()), "a refused command changes nothing"

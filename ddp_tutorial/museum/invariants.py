@@ -165,7 +165,7 @@ def _finding(stage: Stage, program: Program, names: set[str]) -> str:
     outcomes = stage.once(
         (program, "checked"), lambda: stage.play(program, around=every_step, **_settings(stage, program))
     )
-    return next((said for each in outcomes for name, said in each.findings if name in names), "")
+    return next((finding for each in outcomes for name, finding in each.findings if name in names), "")
 
 
 def _claims(outcome: Outcome) -> dict[str, Any]:
@@ -197,8 +197,8 @@ def _division(stage: Stage, program: Program) -> str:
                 continue
             setting: dict[str, Any] = {name: value}
             other = _claims(stage.play(program, **setting)[0])
-            said = f"{name}={takes[name].default:g}", f"{name}={value:g}"
-            if alarm := _difference(first, other, *said):
+            compared = f"{name}={takes[name].default:g}", f"{name}={value:g}"
+            if alarm := _difference(first, other, *compared):
                 return alarm
     return ""
 

@@ -184,7 +184,7 @@ class NotebookConsole(Console):
 
     def __init__(self) -> None:
         """Create an empty console."""
-        self.said: list[str] = []
+        self.messages: list[str] = []
         self.figures: list[tuple[int, bytes]] = []
         self.area: Any = None  # the display of the bar and the live area
         self.bar: tuple[str, str] | None = None  # the progress as text and as HTML
@@ -200,7 +200,7 @@ class NotebookConsole(Console):
 
     def message(self, text: str) -> None:
         """Keep a line from the launcher until `close` prints it."""
-        self.said.append(text)
+        self.messages.append(text)
 
     def status(self, text: str) -> None:
         """Show the status in the live area."""
@@ -245,7 +245,7 @@ class NotebookConsole(Console):
         if self.is_live and self.area is not None:
             self._draw(live=False)
         self.is_live = False
-        lines = list(self.said)
+        lines = list(self.messages)
         for log in logs:
             if log.dropped:
                 lines.append(f"[rank {log.rank}] ({log.dropped} earlier lines dropped)")

@@ -162,16 +162,16 @@ def interrupts_deferred() -> Iterator[None]:
     kernel, a different thread receives the signal. The handler therefore records the interrupt until the block exits.
     """
     resource_tracker.ensure_running()  # spawn would start it inside the block and unblock SIGINT (3.11)
-    noted: list[int] = []
+    interrupts: list[int] = []
     try:
-        with handling([signal.SIGINT], lambda number, _: noted.append(number)):
+        with handling([signal.SIGINT], lambda number, _: interrupts.append(number)):
             mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
             try:
                 yield
             finally:
                 signal.pthread_sigmask(signal.SIG_SETMASK, mask)
     finally:
-        if noted:
+        if interrupts:
             signal.raise_signal(signal.SIGINT)
 
 

@@ -216,8 +216,8 @@ def _read_dataset(kind: str, argument: str) -> Iterator[bytes]:
     from datasets import disable_progress_bars, load_dataset  # importing takes a second
     from datasets.exceptions import DatasetGenerationError, DatasetNotFoundError
 
-    where, _, column = argument.partition("#")
-    column = column or "text"
+    source, _, column = argument.partition("#")
+    where, column = source, column or "text"
     try:
         if kind == "hub":
             where, sliced, first = where.partition("[:")
@@ -234,7 +234,7 @@ def _read_dataset(kind: str, argument: str) -> Iterator[bytes]:
                 others = ", ".join(map(repr, row))
                 raise ConfigError(
                     f"corpus '{kind}:{argument}' does not contain column {column!r}. "
-                    f"Use '{kind}:{argument.partition('#')[0]}#COLUMN', where COLUMN is one of: {others}"
+                    f"Use '{kind}:{source}#COLUMN', where COLUMN is one of: {others}"
                 )
             if not isinstance(row[column], str):
                 found = type(row[column]).__name__
