@@ -124,6 +124,7 @@ class Notebook:
 
     def start(self, cell: int) -> None:
         """Run the cell without waiting."""
+        self.ask(f"(nb.widgets[{cell}].model.executionCount = null, true)")
         self.show(cell)
         self.page.locator(".jp-Notebook-cell.jp-mod-active .cm-content").click()
         self.page.keyboard.press("Control+Enter")
@@ -135,7 +136,6 @@ class Notebook:
 
     def run(self, cell: int, seconds: float = 300) -> str:
         """Run the cell and return its text."""
-        self.ask(f"(nb.widgets[{cell}].model.executionCount = null, true)")
         self.start(cell)
         return self.wait_for(cell, seconds)
 
@@ -146,11 +146,6 @@ class Notebook:
         self.page.keyboard.press("Control+A")
         self.page.keyboard.insert_text(source)
         assert self.ask(f"nb.widgets[{cell}].model.sharedModel.getSource()") == source
-
-    def run_all(self) -> int:
-        """Start all cells. Return the last cell with code."""
-        self.menu("Run", "Run All Cells")
-        return max(i for i, kind in enumerate(self.ask("nb.widgets.map(cell => cell.model.type)")) if kind == "code")
 
     def errors(self) -> list[str]:
         return [_text(output) for output in self.outputs() if output["output_type"] == "error"]

@@ -100,19 +100,21 @@ def are_gone(processes: list[psutil.Process]) -> bool:
 
 
 @pytest.mark.timeout(900)
-def test_the_quickstart_runs_shows_progress_and_checks_an_answer(opened) -> None:
+def test_training_shows_its_progress_and_an_answer_is_checked(opened) -> None:
+    """Run only the cells that training and the exercise need. nbval runs the whole notebook."""
     notebook = opened(QUICKSTART)
+    for start in ('corpus: str = "python"', "import os\nfrom inspect", "text = load_corpus("):
+        notebook.run(notebook.cell(start))
     training, exercise = notebook.cell("one = launch_training"), notebook.cell("def shard(")
-    last = notebook.run_all()
     notebook.show(training)
+    notebook.start(training)
     seen = set()
     while not notebook.ask(browser.done(training)):
         seen |= set(notebook.ask("[...document.querySelectorAll('progress')].map(bar => bar.value)"))
-        notebook.page.wait_for_timeout(50)
+        notebook.page.wait_for_timeout(100)
     assert len(seen) >= 3, seen
-    notebook.wait_for(last, seconds=600)
     assert notebook.errors() == []
-    assert "agree within 0.00001" in notebook.text(notebook.cell("first = min("))
+    assert "loss" in notebook.text(training)
 
     check = "\n\n\nexercises.shard_samples.check(shard)"
     notebook.write(exercise, "def shard(indices, rank, size):\n    return indices" + check)
