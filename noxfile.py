@@ -1,6 +1,6 @@
 """Run a part of the tests with other versions of Python, torch and the direct dependencies: `make matrix`.
 
-One cell of the matrix: `.nox/tool/bin/nox -s "cell(torch 2.11)"`. An environment takes up to 7 GB, because PyPI has
+One cell of the matrix: `.nox/tool/bin/nox -s "cell(torch 2.12)"`. An environment takes up to 7 GB, because PyPI has
 torch with CUDA only. It is removed after the tests, unless KEEP is set. book/contributing.md records the results.
 """
 
@@ -21,7 +21,6 @@ TESTS = [
 # By name: the version of Python, and where the versions of the packages come from. "pinned" is constraints.txt; with a
 # version of torch, constraints.txt applies to all other packages.
 CELLS = {
-    "torch 2.11": ("3.11", "2.11"),
     "torch 2.12": ("3.11", "2.12"),
     "torch 2.13": ("3.11", "pinned"),
     "torch 2.14": ("3.11", "2.14"),

@@ -74,6 +74,7 @@ def test_after_backward_runs_once_after_all_gradients() -> None:
     assert seen == [True]
 
 
+@pytest.mark.filterwarnings("ignore:Warning. Profiler clears events:UserWarning")  # torch 2.12
 def test_is_profiling_is_true_only_inside_a_profiler() -> None:
     assert not compat.is_profiling()
     with profile(activities=[ProfilerActivity.CPU]):
@@ -89,6 +90,7 @@ def test_multiply_and_norms_equal_a_loop_over_the_tensors() -> None:
     assert all(map(torch.equal, tensors, expected))
 
 
+@pytest.mark.filterwarnings("ignore:Sparse invariant checks:UserWarning")  # torch 2.12
 def test_sparse_values_are_not_coalesced() -> None:
     tensor = torch.sparse_coo_tensor(torch.tensor([[1, 1]]), torch.tensor([2.0, 3.0]), (4,), check_invariants=True)
     assert compat.sparse_values(tensor).tolist() == [2.0, 3.0]
