@@ -29,7 +29,7 @@ def load_ipython_extension(shell: Any) -> None:
 
 
 def unload_ipython_extension(shell: Any) -> None:
-    """Stop the ranks started by `%ranks start` when `%unload_ext ddp_tutorial` runs."""
+    """When `%unload_ext ddp_tutorial` runs, stop the ranks that `%ranks start` started."""
     from ddp_tutorial.live.magics import unload
 
     unload(shell)

@@ -61,7 +61,7 @@ def main() -> None:
     """Run a command, and print any error as a single message without a traceback."""
     if not sys.flags.safe_path and str(Path.cwd()) not in sys.path:  # as `python -m` does, for classes in a config
         sys.path.insert(0, str(Path.cwd()))
-    # Set the variable before torch is imported, here and in child processes; see `rank_environment`.
+    # Set this variable before this process or a child process imports torch; see `rank_environment`.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     try:
         cli(standalone_mode=False)

@@ -52,9 +52,9 @@ class Mean:
 
 
 def all_reduce_means(world: World, means: list[Mean]) -> list[float]:
-    """Return each mean over all ranks' samples, computed with one all-reduce. Collective.
+    """Return each mean over the samples of all ranks. Collective.
 
-    Every rank must pass the same number of means.
+    One all-reduce computes all means. Every rank must pass the same number of means.
     """
     pairs = [to_vector([mean.sum, mean.count], mean.sum.device) for mean in means]
     sums, counts = all_reduce_sum(world, torch.stack(pairs)).unbind(1)
@@ -65,7 +65,7 @@ def all_reduce_means(world: World, means: list[Mean]) -> list[float]:
 def to_vector(values: Sequence[float | torch.Tensor], device: torch.device) -> torch.Tensor:
     """Return the values as one float64 tensor.
 
-    Tensors on a GPU are not copied to the CPU, because the copy would wait for the kernels that compute them.
+    Tensors on a GPU are not copied to the CPU, because the copy would wait for the kernels that compute the tensors.
     """
     if device.type == "cpu":
         return torch.tensor([float(value) for value in values], dtype=torch.float64)
@@ -78,7 +78,7 @@ def any_rank(world: World, flag: bool) -> bool:
 
 
 def all_gather(world: World, obj: T) -> list[T]:
-    """Gather one object from each rank on every rank, in rank order. Collective.
+    """Return a list of all ranks' objects on every rank, in rank order. Collective.
 
     Use this function for small picklable objects, not for tensors.
     """
@@ -117,7 +117,7 @@ def from_rank_zero(world: World, obj: T) -> T:
 def decide_on_rank_zero(world: World, decide: Callable[[], T]) -> T:
     """Call `decide` on rank 0 and return its result on every rank. Collective.
 
-    Use this function for any decision that depends on a disk, because nodes may not share a disk. If `decide` raises an
+    Use this function for any decision that depends on files, because nodes may not share a disk. If `decide` raises an
     exception, every rank raises that exception. If the exception cannot be pickled, the other ranks raise
     `RankZeroFailedError` instead.
     """
@@ -191,15 +191,14 @@ def copy_from_flat(flat: torch.Tensor, tensors: Sequence[torch.Tensor]) -> None:
 
 
 class RankZeroFailedError(FailedError):
-    """Raised if rank 0 failed while this rank was waiting for it. The message contains rank 0's exception."""
+    """Raised if rank 0 failed while this rank was waiting for rank 0. The message contains rank 0's exception."""
 
 
 @contextmanager
 def rank_zero_first(world: World) -> Iterator[None]:
     """Run the block on rank 0, and then on the other ranks. Collective.
 
-    The other ranks can use a cache that rank 0 has built. Rank 0 does not wait until the other ranks have finished the
-    block.
+    The other ranks can use a cache that rank 0 has built. Rank 0 does not wait for the other ranks to finish the block.
 
     Raises:
         RankZeroFailedError: On the other ranks, if the block raises an exception on rank 0.
@@ -226,11 +225,11 @@ def assert_same(world: World, tensors: Mapping[str, torch.Tensor], what: str = "
     Args:
         world: The ranks to compare.
         tensors: This rank's tensors, by name.
-        what: The description of a tensor in the error message.
+        what: The noun for a tensor in the error message, such as "weight".
 
     Raises:
         RuntimeError: If a tensor differs.
-        ValueError: If there are no tensors, because the check would always pass.
+        ValueError: If `tensors` is empty, because the check would then always pass.
     """
     digests = all_gather(world, {name: digest({name: tensor}) for name, tensor in tensors.items()})
     if not any(digests):
@@ -243,11 +242,11 @@ def assert_same(world: World, tensors: Mapping[str, torch.Tensor], what: str = "
 
 
 def first_difference(of_ranks: Sequence[Mapping[str, object]], first: int = 0) -> tuple[str, str] | None:
-    """Return the first name whose value differs between ranks and a description, or None if no value differs.
+    """Return the name and a description of the first value that differs between ranks, or None if no value differs.
 
     Args:
         of_ranks: Each rank's values, by name.
-        first: The rank to which the first element of `of_ranks` belongs.
+        first: The rank of the first element of `of_ranks`.
     """
     for name in dict.fromkeys(name for each in of_ranks for name in each):
         others = [rank for rank, each in enumerate(of_ranks, first) if each.get(name) != of_ranks[0].get(name)]

@@ -20,12 +20,12 @@ from torch.autograd.variable import Variable
 # Dispatch modes are documented, but their only import path is private. Fallback: none.
 from torch.utils._python_dispatch import TorchDispatchMode
 
-# Nested dicts, lists, tuples, named tuples and registered classes, as `default_collate` and `fully_shard` traverse
-# them. PyTorch has no public module for this. Fallback: the package `optree`.
+# These functions traverse nested dicts, lists, tuples, named tuples and registered classes, as `default_collate` and
+# `fully_shard` do. PyTorch has no public module for this. Fallback: the package `optree`.
 from torch.utils._pytree import tree_flatten, tree_flatten_with_path, tree_leaves, tree_map, tree_unflatten
 
-# The base class of `DataLoader` iterators. A patch of its `__next__` observes each wait for a batch, even for existing
-# iterators. Fallback: patch `DataLoader.__iter__`, which misses existing iterators.
+# The base class of `DataLoader` iterators. Patching its `__next__` makes each wait for a batch observable, even in
+# existing iterators. Fallback: patch `DataLoader.__iter__`, which misses existing iterators.
 from torch.utils.data.dataloader import _BaseDataLoaderIter as DataLoaderIterator
 
 if TYPE_CHECKING:
@@ -71,7 +71,7 @@ __all__ = [
 def current_backward() -> int | None:
     """Return the ID of the backward pass that autograd is running in this thread, or None.
 
-    Each backward pass receives a different ID, even if reentrant activation checkpointing runs it inside another pass.
+    Each backward pass receives a different ID, even if reentrant activation checkpointing runs one pass inside another.
 
     PyTorch provides no public function for this purpose. `torch.utils.checkpoint` uses the same private function.
     Fallback: none.
@@ -81,7 +81,7 @@ def current_backward() -> int | None:
 
 
 def is_in_backward() -> bool:
-    """Return whether autograd is running a backward pass in this thread, for example to recompute activations."""
+    """Return whether this thread is running a backward pass, including any recomputation of activations."""
     return current_backward() is not None
 
 
@@ -150,7 +150,7 @@ def argument_names(operator: Any) -> list[str]:
 def remove_step_hooks(optimizer: torch.optim.Optimizer) -> None:
     """Remove all step pre-hooks and step post-hooks from `optimizer`.
 
-    A public handle can remove a hook, but only the caller that registered the hook holds this handle. Fallback: none.
+    A hook's handle can remove the hook, but only the caller that registered the hook holds the handle. Fallback: none.
     """
     optimizer._optimizer_step_pre_hooks = OrderedDict()
     optimizer._optimizer_step_post_hooks = OrderedDict()
@@ -220,7 +220,7 @@ def abort_process_group() -> None:
 
 
 def forward_sync_buffers(*, enabled: bool) -> dict[str, Any]:
-    """Return the `DistributedDataParallel` argument that sets whether the forward pass broadcasts buffers.
+    """Return the `DistributedDataParallel` argument that determines whether the forward pass broadcasts buffers.
 
     PyTorch 2.13 renamed the argument and warns about the old name.
     """
@@ -239,11 +239,11 @@ def flight_record(*, entries: bool = True, stacks: bool = True) -> dict[str, Any
         stacks: Whether to include the Python stack of each collective.
 
     Returns:
-        The content of that file as a dict. "pg_status" contains the last collective of each process group.
+        The content of the file, as a dict. "pg_status" contains the last collective of each process group.
     """
     name = "_dump_nccl_trace" if dist.get_backend() == "nccl" else "_dump_fr_trace"
     dump = getattr(torch._C._distributed_c10d, name)
-    record: dict[str, Any] = pickle.loads(dump(entries, entries and stacks, False))  # False: also completed ones
+    record: dict[str, Any] = pickle.loads(dump(entries, entries and stacks, False))  # onlyActive=False
     return record
 
 

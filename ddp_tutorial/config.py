@@ -1,7 +1,7 @@
-"""Load YAML files into frozen, typed objects, with error messages that include an example of a valid value.
+"""Load YAML files into frozen, typed objects. Error messages include an example of a valid value.
 
     # my.yaml
-    extends: base            # a file in the same folder, or the name of a config of the package
+    extends: base            # a file in the same folder, or the name of a config in the package
     steps: 300
 
     config = load("my.yaml", TaskConfig, overrides=["model.layers=4"])
@@ -81,7 +81,7 @@ class Config(BaseModel):
 
 SomeConfig = TypeVar("SomeConfig", bound=Config)
 COMMAND_LINE = "command line"
-Layer = tuple[str, dict[str, Any]]  # the name of a file, or COMMAND_LINE, and its settings
+Layer = tuple[str, dict[str, Any]]  # (the file name or COMMAND_LINE, the settings)
 
 
 def load(source: str | Path, cls: type[SomeConfig], overrides: Iterable[str] = ()) -> SomeConfig:
@@ -109,7 +109,7 @@ def from_arguments(cls: type[SomeConfig], arguments: Iterable[str]) -> SomeConfi
 
 
 def load_with(source: str | Path, cls: type[SomeConfig], values: Mapping[str, Any], origin: str) -> SomeConfig:
-    """Read a config file like `load`, and override its settings with `values`.
+    """Read a config file as `load` does, and override its settings with `values`.
 
     Error messages about `values` contain `origin`.
     """
@@ -175,12 +175,12 @@ def _validated(cls: type[SomeConfig], layers: Sequence[Layer]) -> SomeConfig:
 
 
 def _origin(layers: Sequence[Layer], error: ErrorDetails) -> str:
-    """Return the origin of the last layer that contains the invalid setting, or the file if no layer does."""
+    """Return the origin of the last layer that contains the invalid setting, or the last file if no layer does."""
     place = ".".join(map(str, error["loc"]))
     groups = [[place]] if place else []
     if (
         error["type"] == "value_error"
-    ):  # from a validator of several settings, whose message contains the settings' names
+    ):  # raised by a validator of several settings; the message contains the settings' names
         named = re.findall(r"'([\w.]+)'", str(error["ctx"]["error"]))
         groups.insert(0, [*named, *(f"{place}.{name}" for name in named if place)])
     for names in groups:
@@ -232,7 +232,7 @@ def find_config(source: str | Path) -> Path:
 
 
 def did_you_mean(name: str, known: Sequence[str]) -> str:
-    """Return an error message suffix that suggests the closest name in `known`, or lists all names in `known`."""
+    """Return an error message suffix that suggests the closest name in `known`, or lists all names if none is close."""
     close = difflib.get_close_matches(name, known, n=1)
     return f" Did you mean {close[0]!r}?" if close else f" Known: {', '.join(known)}."
 
@@ -291,7 +291,7 @@ def _read(path: Path, seen: tuple[Path, ...]) -> list[tuple[Path, dict[str, Any]
     if values is None:
         values = {}
     if not isinstance(values, dict):
-        raise ConfigError(f"{path.name}: the file must contain lines like 'steps: 100', got {_got(values)}")
+        raise ConfigError(f"{path.name}: the file must contain a mapping such as 'steps: 100', got {_got(values)}")
     base = values.pop("extends", None)
     if base is None:
         return [(path, values)]
@@ -318,7 +318,7 @@ def _override(text: str) -> dict[str, Any]:
 def _explain(cls: type[Config], error: ErrorDetails, *, typed: bool) -> str:
     """Describe a pydantic error in one line, with the setting, the problem, the value, and an example of a valid value.
 
-    The example is a command-line argument if `typed` is true, and otherwise a line of a file.
+    The example is a command-line argument if `typed` is true, and a line of YAML otherwise.
     """
     key = ".".join(str(part) for part in error["loc"])
     owner = _owner(cls, error["loc"])
@@ -326,7 +326,7 @@ def _explain(cls: type[Config], error: ErrorDetails, *, typed: bool) -> str:
         return f"unknown key {key!r}.{did_you_mean(str(error['loc'][-1]), sorted(owner.model_fields))}"
     if error["type"] == "missing":
         return f"{key!r} is missing; add a line '{key}: ...'"
-    if error["type"] == "value_error":  # a validator of several fields, whose message contains their names
+    if error["type"] == "value_error":  # raised by a validator of several fields; the message contains their names
         return str(error["ctx"]["error"])
     wanted = (error["msg"][0].lower() + error["msg"][1:]).replace("input should be", "must be")
     name = str(error["loc"][-1])

@@ -28,7 +28,7 @@ def memory() -> int:
 
 
 def describe_environment() -> dict[str, Any]:
-    """Return versions and hardware as JSON-compatible values, to check whether measurements are comparable."""
+    """Return a JSON-compatible description of hardware and software, to check whether measurements are comparable."""
     return {
         "python": platform.python_version(),
         "torch": torch.__version__,

@@ -33,8 +33,8 @@ def _find_runs() -> Path:
     """Return the folder that contains all runs.
 
     If the working directory is read-only, the folder is in the home directory, and the function prints a message. In
-    this case, it also changes the working directory of a notebook's kernel, because some cells write to `runs/...`
-    themselves.
+    this case, the function also changes the working directory of a notebook's kernel, because some cells write directly
+    to `runs/...`.
     """
     named = os.environ.get("DDP_TUTORIAL_RUNS")
     elsewhere = Path.home() / "ddp_tutorial"
@@ -49,7 +49,7 @@ def _find_runs() -> Path:
 
 
 # The folder of all runs. A relative path is relative to the working directory of the command or the notebook's kernel.
-# Ranks, sweep points and kernels inherit the environment variable, which the option `--runs-dir` sets.
+# Ranks, sweep points and kernels inherit the variable DDP_TUTORIAL_RUNS, which the option `--runs-dir` sets.
 RUNS = _find_runs()
 
 # The folder that contains `notebooks` and `data`: the package if it was installed from a wheel, otherwise the root of
@@ -86,7 +86,7 @@ def notify_observers(operation: Operation, path: Path) -> None:
 
 
 def temporary_path(path: Path) -> Path:
-    """Return a random name next to `path` for a file that is incomplete or about to be deleted.
+    """Return a path next to `path`, with a random name, for a file that is incomplete or about to be deleted.
 
     A process ID would not be unique. In a container, a restarted process often has the same ID, and would find the
     previous process's files.
@@ -200,7 +200,7 @@ def sync(path: Path) -> None:
 def build_once(folder: Path, fill: Callable[[Path], object]) -> None:
     """Create `folder` with `fill`, unless `folder` exists. Several processes may call this function at the same time.
 
-    The first process that finishes creates the folder for all of them.
+    The first process to finish creates the folder for all processes.
 
     Args:
         folder: The folder to create.
@@ -264,7 +264,7 @@ def remove(path: Path) -> None:
 
 
 def remove_temporary(folder: Path, name: str) -> None:
-    """Remove temporary files for `folder/name` left behind by killed processes. The name may contain wildcards.
+    """Remove the temporary files that killed processes left for `folder/name`. `name` may contain wildcards.
 
     Lock the folder first, so that no other process is writing to these files.
     """
@@ -283,7 +283,7 @@ def new_directory(parent: Path, name: str, mode: int = 0o777) -> Path:
         mode: The permissions of the folder, before the umask of the process is applied.
 
     Raises:
-        FileExistsError: If 9,999 folders with this name already exist.
+        FileExistsError: If `name` and `name-2` to `name-9999` all exist.
     """
     (parent / name).parent.mkdir(parents=True, exist_ok=True)
     for attempt in range(1, 10_000):
@@ -416,7 +416,7 @@ def _is_at(fd: int, path: Path) -> bool:
 
 
 def _in_use(path: Path) -> FolderInUseError:
-    return FolderInUseError(f"{path.parent} is in use by another run. Wait until it ends, or use another name.")
+    return FolderInUseError(f"{path.parent} is in use by another run. Wait until that run exits, or use another name.")
 
 
 def _machine() -> str:

@@ -39,7 +39,7 @@ def shared_group(ranks: Sequence[int], purpose: str, **options: Any) -> Any:
         options: Keyword arguments for `torch.distributed.new_group`.
     """
     default = dist.group.WORLD
-    assert default is not None, "shared_group needs a default process group"
+    assert default is not None, "shared_group requires a default process group"
     groups = _shared_groups.setdefault(default, {})
     key = (purpose, *ranks)
     if key not in groups:

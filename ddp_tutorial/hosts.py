@@ -35,7 +35,7 @@ class Peer(NamedTuple):
 
 
 def interface_to(address: str) -> str | None:
-    """Return the name of the network interface that connects this host with `address`, without sending data.
+    """Return the name of the network interface that routes to `address`. The function sends no data.
 
     Args:
         address: A host name or an IP address.
@@ -57,7 +57,7 @@ def interface_to(address: str) -> str | None:
     found = next((name for name, addresses in of.items() if own in addresses), None)
     if found is not None and not found.startswith("lo"):
         return found
-    # `address` is this host's own name for the loopback interface; other hosts use a different interface
+    # on this host, `address` resolves to the loopback interface; other hosts use a different interface
     others = [name for name, state in psutil.net_if_stats().items() if state.isup and not name.startswith("lo")]
     return others[0] if len(others) == 1 else None
 
@@ -128,7 +128,7 @@ def describe_lost_host(error: BaseException, peers: Iterable[Peer], rank: int) -
     lost = [host for host, answered in answers.items() if not answered]
     named = ", ".join(_describe(host, peers) for host in lost or others)
     if not lost:
-        story = f"the other hosts respond ({named}), so a rank on one of them has exited or hangs; see its log"
+        story = f"the other hosts respond ({named}), so a rank there has exited or hangs; see that rank's log"
     elif len(lost) == len(others) > 1:
         story = f"no other host responds ({named}), so {here.host} is disconnected"
     else:

@@ -1,4 +1,4 @@
-"""Convert intervals between evaluations or checkpoints to steps. An interval is a number of steps or of epochs.
+"""Convert the intervals between evaluations or checkpoints to steps. An interval is specified in steps or in epochs.
 
 checkpoint.every: 100        # steps
 checkpoint.every: epoch      # the end of each epoch
@@ -53,8 +53,8 @@ def steps_between(name: str, interval: Interval, steps_per_epoch: float | None) 
         return interval
     if steps_per_epoch is None:
         raise ConfigError(
-            f"'{name}' {interval!r} requires data of known length, but the length of a stream is unknown; set {name} "
-            "to a number of steps"
+            f"'{name}' = {interval!r} requires data of known length, but the length of a stream is unknown; set "
+            f"'{name}' to a number of steps"
         )
     return _epochs(interval) * steps_per_epoch
 

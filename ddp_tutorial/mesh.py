@@ -27,9 +27,9 @@ class MeshConfig(Config):
 
     replicate: int | None = Field(None, ge=1, examples=[2], description="Number of replicas of the model.")
     shard: int | None = Field(
-        None, ge=1, examples=[2], description="Ranks of one replica, for strategies zero1, zero2, zero3 and fsdp."
+        None, ge=1, examples=[2], description="Ranks per replica, for strategies zero1, zero2, zero3 and fsdp."
     )
-    pipeline: int | None = Field(None, ge=1, examples=[2], description="Ranks of one replica, for strategy pipeline.")
+    pipeline: int | None = Field(None, ge=1, examples=[2], description="Ranks per replica, for strategy pipeline.")
 
 
 class Mesh(NamedTuple):
@@ -75,7 +75,7 @@ def make_mesh(config: MeshConfig, world_size: int, along: Along) -> Mesh:
         whole = "" if config.replicate and span else "a multiple of "
         wanted = (config.replicate or 1) * (span or 1)
         raise ConfigError(
-            f"the mesh {sizes} requires {whole}{wanted} ranks, got {world_size}: start that number of ranks, or change "
-            "'mesh'"
+            f"the mesh {sizes} requires {whole}{wanted} ranks, got {world_size}: start a matching number of ranks, "
+            "or change 'mesh'"
         )
     return mesh

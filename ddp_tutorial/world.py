@@ -1,8 +1,8 @@
 """Describe a rank with a frozen `World`, and create its process group.
 
 Environment variables identify the launcher, which is torchrun, `launch`, or Slurm's `srun`. `launch` sets the same
-variables as torchrun. Without a launcher, there is one process. The variables are read by a pure function, so the tests
-need no cluster.
+variables as torchrun. Without a launcher, there is one process. A pure function reads the variables, so the tests do
+not require a cluster.
 """
 
 import os
@@ -154,13 +154,13 @@ def choose_device(
 
 
 def choose_backend(backend: str, device: torch.device) -> str:
-    """Return the process group backend for ranks on devices like `device`.
+    """Return the process group backend for ranks on devices of the same type as `device`.
 
     Raises:
         ConfigError: If `backend` is unknown, or if it is "nccl" and the device is a CPU.
     """
     if backend not in {"auto", "gloo", "nccl"}:
-        reason = ": PyTorch's published packages contain no MPI" if backend == "mpi" else ""
+        reason = ": PyTorch's published packages are built without MPI" if backend == "mpi" else ""
         raise ConfigError(f"backend must be 'auto', 'gloo' or 'nccl', got {backend!r}{reason}")
     if backend == "nccl" and device.type != "cuda":
         raise ConfigError("backend='nccl' requires GPUs, but these ranks are on CPUs. Use backend='gloo' or 'auto'.")
@@ -243,7 +243,7 @@ def _require_same(world: World) -> None:
     if dist.get_backend() != world.backend:
         raise ConfigError(
             f"the existing process group uses {dist.get_backend()}, but backend={world.backend!r} was requested on "
-            f"{world.device}. Create the group with that backend, or change 'backend' or 'device' to match the group."
+            f"{world.device}. Create the group with this backend, or change 'backend' or 'device' to match the group."
         )
 
 
@@ -332,7 +332,7 @@ def require_group(world: World) -> None:
 
 
 def _torchrun(environ: Mapping[str, str]) -> dict[str, int] | None:
-    """Return the values of torchrun's variables, which `launch` also sets, or None if they are not set.
+    """Return the values of torchrun's variables, which `launch` also sets, or None if no variable is set.
 
     Raises:
         ConfigError: If only some of the variables are set.
@@ -347,8 +347,8 @@ def _torchrun(environ: Mapping[str, str]) -> dict[str, int] | None:
     missing_address = [name for name in ("MASTER_ADDR", "MASTER_PORT") if name not in environ]
     if size > 1 and missing_address:
         raise ConfigError(
-            f"WORLD_SIZE={size} but {' and '.join(missing_address)} is not set, so the ranks cannot connect. "
-            "Start the ranks with torchrun, or set the variable to the same value on all ranks."
+            f"WORLD_SIZE={size} requires {' and '.join(missing_address)}, so that the ranks can connect. Start the "
+            "ranks with torchrun, or set each missing variable to the same value on all ranks."
         )
     return {
         "rank": rank,

@@ -278,12 +278,12 @@ def test_random_draws_of_a_dataset_depend_on_seed_rank_and_cursor_only() -> None
     [
         (
             [{"ids": [1, 2]}, {"ids": [1]}],
-            r"column 'ids' of row 1 is a list of 1 \(int\), but that of row 0 is a list of 2",
+            r"column 'ids' of row 1 is a list of 1 \(int\), but column 'ids' of row 0 is a list of 2",
         ),
-        ([torch.zeros(2), torch.zeros(3)], r"row 1 is torch.float32\[3\], but that of row 0 is torch.float32\[2\]"),
+        ([torch.zeros(2), torch.zeros(3)], r"row 1 is torch.float32\[3\], but row 0 is torch.float32\[2\]"),
         (
             [(1, np.zeros(2)), (1, np.zeros((2, 2)))],
-            r"column '1' of row 1 is float64\[2, 2\], but that of row 0 is float64\[2\]",
+            r"column '1' of row 1 is float64\[2, 2\], but column '1' of row 0 is float64\[2\]",
         ),
         (
             [{"a": {"b": torch.zeros(1)}}, {"a": {"b": torch.zeros(2)}}],
@@ -533,8 +533,11 @@ def refused() -> list[dict[str, str]]:
     ("what", "told"),
     [
         ("IterableDataset, sharded", "test_any_dataset.Followed must define __len__ and __getitem__"),
-        ("stream, dispatched, few", "'batch_size' must be at least 2, one sample from each stream, got 1"),
-        ("stream, dispatched, pad", "'source.remainder' requires a source of known length"),
+        ("stream, dispatched, few", "'batch_size' must be at least 2 (one sample per stream), got 1"),
+        (
+            "stream, dispatched, pad",
+            "'source.remainder' must be carry for a stream, because the length of a stream is unknown",
+        ),
         ("no length", "NoLength must define __len__ and __getitem__. Define both, or read the dataset as a"),
         ("nothing", "a NoneType must define __len__"),
         ("DataLoader", "collate_fn=loader.collate_fn)"),
@@ -549,8 +552,8 @@ def refused() -> list[dict[str, str]]:
         ("generator", "a generator can be iterated only once"),
         ("nothing, streamed", "a NoneType cannot be iterated"),
         ("blocks with collate_fn", "'collate_fn' must be None"),
-        ("empty", "the dataset is empty"),
-        ("empty, dispatched", "the dataset is empty"),
+        ("empty", "the dataset must contain at least 1 sample, got 0"),
+        ("empty, dispatched", "the dataset must contain at least 1 sample, got 0"),
         ("empty, streamed", "the dataset is empty"),
         ("different", "got 11 on rank 1 and 10 on rank 0. Pass the whole dataset on every rank"),
         ("too few", "rank 1 of 2 has no samples: with 1 samples and batch_size 4"),

@@ -84,7 +84,9 @@ def test_every_rank_calls_the_callbacks_and_all_ranks_fail_together() -> None:
         assert all(call[3] == 2 for call in found["calls"] if call[0] == "step")
         assert {call[1]: call[2] for call in found["calls"] if call[0] == "evaluate"} == result.eval_losses
         assert all(call[2] for call in found["calls"] if call[0] in {"save", "end"})
-        assert errors["class"].endswith("must contain objects of type Callback, got Recorder: construct it, Recorder()")
+        assert errors["class"].endswith(
+            "must contain objects of type Callback, got Recorder: pass an instance, such as Recorder()"
+        )
         assert errors["function"].endswith("got builtin_function_or_method: subclass ddp_tutorial.Callback")
         assert "must be the same on all ranks, got ['Recorder'] on rank 0 and [] on rank 1" in errors["one rank"]
         told = "CallbackError: a callback raised an exception on rank 1: ValueError: " if rank == 0 else "ValueError: "

@@ -83,10 +83,10 @@ def test_a_full_disk_made_attempts_fail(found: Any) -> None:
     assert found["attempts"].get("fill", 0) + found["attempts"].get("limit", 0) == 8
     assert full["ended"] >= 4
     if full["not_possible"]:
-        assert full["by"] == "a limit on the size of files"
+        assert full["by"] == "a file size limit"
         assert full["not_possible"] in describe(found)
     else:
-        assert full["by"] == "a tmpfs of 4 MB"
+        assert full["by"] == "a 4 MB tmpfs"
 
 
 @pytest.mark.parametrize("requirement", ["bit_equal", "lost", "not_rejected", "leftover_processes"])
@@ -129,7 +129,7 @@ def test_a_run_that_hangs_is_reported_with_its_stack(here: Path, monkeypatch: py
 
 
 def test_a_process_that_outlives_its_run_is_counted(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(attempts, "GOING", 0.2)
+    monkeypatch.setattr(attempts, "GRACE_SECONDS", 0.2)
     with subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"], cwd=here) as process:
         assert run_attempt(config_of("mine"), {0: PlannedFailure("+forward", 1)}).left == 1
         process.kill()
@@ -197,7 +197,7 @@ def test_without_a_mount_a_file_size_limit_truncates_a_write(tmp_path: Path) -> 
 def test_the_report_says_if_there_was_no_small_disk() -> None:
     found = measure_chaos(1, fills=1, two_nodes=0, mount=_refused)
     assert found["attempts"]["limit"] == 1
-    assert found["full_disk"]["by"] == "a limit on the size of files"
+    assert found["full_disk"]["by"] == "a file size limit"
     assert found["full_disk"]["not_possible"] == "a full disk was not tested: not here"
     assert is_good(found)
 

@@ -408,12 +408,12 @@ SETTINGS: dict[str, Any] = {
     [
         ({}, [], None),
         ({"name": "two", "profile": {"steps": 3}}, [], None),  # these settings never affect the computation
-        ({"learning_rate": 0.2}, [], "learning_rate was 0.1, is 0.2"),
+        ({"learning_rate": 0.2}, [], "learning_rate was 0.1, is now 0.2"),
         ({"learning_rate": 0.2}, ["learning_rate"], None),
-        ({"learning_rate_rule": "linear"}, ["learning_rate"], "learning_rate_rule was 'fixed', is 'linear'"),
+        ({"learning_rate_rule": "linear"}, ["learning_rate"], "learning_rate_rule was 'fixed', is now 'linear'"),
         ({"model": {"width": 16, "layers": 1}}, ["model"], None),
-        ({"model": {"width": 16, "layers": 2}}, ["model.width"], "model.layers was 1, is 2"),
-        ({"model": {"width": 16, "layers": 1}}, ["mod"], "model.width was 8, is 16"),
+        ({"model": {"width": 16, "layers": 2}}, ["model.width"], "model.layers was 1, is now 2"),
+        ({"model": {"width": 16, "layers": 1}}, ["mod"], "model.width was 8, is now 16"),
     ],
 )
 def test_a_setting_may_differ_only_if_its_full_name_or_group_is_allowed(
@@ -611,8 +611,8 @@ def check_not_given(folder: Path, size: int) -> None:
     for found in launch(load_per_rank, size, folder, device="cpu", echo=False):
         assert found["told"] == (
             f"CheckpointError: component 'own' is per_rank: {folder / checkpoint_name(1)} contains the states of 2 "
-            f"ranks, which cannot be loaded on {size}. To resume without it, set resume_without=[own], or pass "
-            "exclude=['own'] to Checkpointer.load"
+            f"ranks, which cannot be loaded on {size} ranks. To resume without it, set resume_without=[own], or "
+            "pass exclude=['own'] to Checkpointer.load"
         )
         assert found["given"] == {}
         assert found["saved on"] == 2

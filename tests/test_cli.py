@@ -124,7 +124,10 @@ def assert_refused_in_one_line(done: subprocess.CompletedProcess[str], told: str
         (("train", "tiny", "batch_size=1"), "at most 1 ranks have samples. Use fewer ranks."),
         (("train", "tiny", "ddp.varant=flat"), "unknown key 'ddp.varant'. Did you mean 'variant'?"),
         (("train", "tiny", "ddp.variant=flat", "ddp.hook=fp16"), "'hook' is an option of variant bucket or torch"),
-        (("train", "tiny", "source.kind=streamed", "source.remainder=pad"), "requires a source of known length"),
+        (
+            ("train", "tiny", "source.kind=streamed", "source.remainder=pad"),
+            "'source.remainder' must be carry for a stream",
+        ),
         (("train", "tiny", "corpus=parquet:gone"), "there is no file or folder 'gone'"),
         (("train", "tiny", "--check", "strategy=zero2"), "must be ddp, invariant or accelerate, got zero2"),
         (("train", "tiny", "--check", "strategy=diloco"), "must be ddp, invariant or accelerate, got diloco"),
@@ -275,7 +278,7 @@ def test_a_config_error_that_only_a_rank_detects_is_reported_in_one_line() -> No
     Path("runs/mine").mkdir(parents=True)
     with locked(Path("runs/mine")):
         done = call("train", "tiny", "device=cpu", "name=mine", "resume=auto")
-    told = "error: runs/mine is in use by another run. Wait until it ends, or use another name.\n"
+    told = "error: runs/mine is in use by another run. Wait until that run exits, or use another name.\n"
     assert (done.returncode, done.stdout, done.stderr) == (2, "", told)
 
 

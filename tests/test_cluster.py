@@ -77,7 +77,7 @@ def test_a_rate_is_a_number_with_a_unit(rate: str, bits: float) -> None:
 
 @pytest.mark.parametrize("rate", ["1", "1000", "fast", "1 gigabit", "-1gbit", "1gbyte", "0kbit", "100gbit", ""])
 def test_an_invalid_rate_is_reported_in_one_line_with_an_example(rate: str) -> None:
-    with pytest.raises(ConfigError, match="rate must be") as told:
+    with pytest.raises(ConfigError, match="'rate' must be") as told:
         Cluster(2, rate)
     assert "\n" not in str(told.value)
 
@@ -89,7 +89,7 @@ def test_a_delay_is_a_number_with_a_unit(delay: str, seconds: float) -> None:
 
 @pytest.mark.parametrize("delay", ["1", "soon", "-1ms", "0ms", "11s", "1m", ""])
 def test_an_invalid_delay_is_reported_in_one_line_with_an_example(delay: str) -> None:
-    with pytest.raises(ConfigError, match=r"delay must be .*such as '0\.5ms'|delay must be .*at most 10s") as told:
+    with pytest.raises(ConfigError, match=r"'delay' must be .*such as '0\.5ms'|'delay' must be .*at most 10s") as told:
         Cluster(2, "1gbit", delay)
     assert "\n" not in str(told.value)
 
@@ -169,7 +169,7 @@ REFUSED: dict[str, tuple[str, dict[str, str], str]] = {
     "other nodes": (
         "slurm tiny nprocs=2 nodes=2 nodelist=n[1-3]",
         {},
-        "'slurm.nodes' must be 3, the number of nodes in 'slurm.nodelist' (n[1-3]), got 2",
+        "'slurm.nodes' must match the 3 nodes in 'slurm.nodelist' (n[1-3]), got 2",
     ),
     "unequal nodes": ("slurm tiny nprocs=3 nodes=2", {}, "'nprocs' must be a multiple of 'slurm.nodes' (2), got 3"),
 }
@@ -314,7 +314,7 @@ def test_an_interrupt_leaves_no_stale_answer_and_no_process(two: Cluster) -> Non
 
 def test_a_failed_request_does_not_stop_the_cluster(two: Cluster) -> None:
     for entry, why in (("no_such_module:f", "ModuleNotFoundError"), ("os:no_such_function", "AttributeError")):
-        with pytest.raises(FailedError, match=f"the cluster cannot fork: {why}"):
+        with pytest.raises(FailedError, match=f"cluster request 'fork' failed: {why}"):
             two.fork(entry, node=0, env={}, files=(1, 1))
     box = psutil.Process(two._box.pid).children()[0]
     limit, room = resource.prlimit(box.pid, resource.RLIMIT_NOFILE), box.num_fds()
@@ -449,7 +449,8 @@ def test_the_hold_time_of_a_frame_excludes_its_transit_time(monkeypatch: pytest.
 def test_a_delay_without_tap_devices_is_rejected_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(delays, "_DEVICE", "/dev/net/none")
     refused = (
-        r"^a delay is not available: the kernel refuses a TAP device, /dev/net/none \(No such file or directory\)$"
+        r"^a delay is not available: the kernel does not permit the TAP device /dev/net/none "
+        r"\(No such file or directory\)$"
     )
     with pytest.raises(ConfigError, match=refused):
         delays.open_wire()
@@ -465,7 +466,8 @@ def test_the_command_line_rejects_a_delay_without_tap_devices(allowed: None, tmp
         [*hide, *line], capture_output=True, text=True, timeout=300, check=False, env=env, cwd=tmp_path
     )
     refused = (
-        "error: a delay is not available: the kernel refuses a TAP device, /dev/net/tun (No such file or directory)\n"
+        "error: a delay is not available: the kernel does not permit the TAP device /dev/net/tun "
+        "(No such file or directory)\n"
     )
     assert (done.returncode, done.stdout, done.stderr) == (2, "", refused)
     assert boxes() == before
@@ -707,7 +709,7 @@ def test_hosts_that_respond_are_not_reported_as_lost(monkeypatch: pytest.MonkeyP
     # Port 9 refuses the connection, so the host is up.
     peers = [hosts.Peer(0, "a", "127.0.0.1"), hosts.Peer(1, "b", "127.0.0.1")]
     told = str(hosts.describe_lost_host(RuntimeError("Connection closed by peer"), peers, 0))
-    assert "the other hosts respond (b at 127.0.0.1 with rank 1), so a rank on one of them has exited" in told
+    assert "the other hosts respond (b at 127.0.0.1 with rank 1), so a rank there has exited" in told
 
 
 def test_each_node_has_its_own_address() -> None:

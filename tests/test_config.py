@@ -271,7 +271,7 @@ def test_malformed_yaml_is_reported_with_line_and_column(text: str, place: str) 
 @pytest.mark.parametrize("text", ["- steps: 1\n", "just words\n", "42\n", "true\n"])
 def test_a_file_that_is_not_a_mapping_is_rejected_with_an_example(text: str) -> None:
     assert message_of(write("list.yaml", text)).startswith(
-        "list.yaml: the file must contain lines like 'steps: 100', got "
+        "list.yaml: the file must contain a mapping such as 'steps: 100', got "
     )
 
 

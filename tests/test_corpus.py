@@ -121,9 +121,7 @@ def test_a_story_depends_only_on_its_number_and_seed() -> None:
 
 @pytest.mark.parametrize("argument", ["abc", "0", "-3", "1.5", "²"])
 def test_stories_takes_a_number(argument: str) -> None:
-    with pytest.raises(
-        ConfigError, match=r"'stories' requires a positive number of stories, such as stories:3000, got"
-    ):
+    with pytest.raises(ConfigError, match=r"the number of stories must be at least 1, as in 'stories:3000', got"):
         load_corpus(f"stories:{argument}")
 
 
@@ -354,11 +352,11 @@ def test_token_files_are_mapped_as_the_index_specifies(tmp_path: Path, index: by
 @pytest.mark.parametrize(
     ("content", "index", "message"),
     [
-        (b"abc", b"", "must contain tokens of 2 bytes each (uint16), got 3 bytes"),
+        (b"abc", b"", "must be a positive multiple of 2 bytes (one uint16 token), got 3 bytes"),
         (b"", b"", "got 0 bytes"),
         (b"abcd", b"not an index", "is not a Megatron-LM index file"),
         (b"abcd", MEGATRON.replace(b"\x01" + bytes(7) + b"\x04", b"\x02" + bytes(7) + b"\x04"), "got version 2 and"),
-        (b"abcd", MEGATRON.replace(b"\x04", b"\x06", 1), "got version 1 and type 6"),
+        (b"abcd", MEGATRON.replace(b"\x04", b"\x06", 1), "got version 1 and type code 6"),
     ],
 )
 def test_damaged_token_files_are_rejected(tmp_path: Path, content: bytes, index: bytes, message: str) -> None:

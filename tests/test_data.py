@@ -91,11 +91,11 @@ def test_rows_can_be_combined_by_a_custom_function() -> None:
 @pytest.mark.parametrize(
     ("odd", "told"),
     [
-        ({"x": 1}, "column 'y' of row 12 is missing, but that of row 10 is str"),
-        ({"x": 1, "y": "a", "z": 2}, "column 'z' of row 12 is a number, but that of row 10 is missing"),
-        ({"x": "one", "y": "a"}, "column 'x' of row 12 is str, but that of row 10 is a number"),
-        ({"x": 1, "y": None}, "column 'y' of row 12 is NoneType, but that of row 10 is str"),
-        ([1, "a"], "column 'x' of row 12 is missing, but that of row 10 is a number"),
+        ({"x": 1}, "column 'y' of row 12 is missing, but column 'y' of row 10 is str"),
+        ({"x": 1, "y": "a", "z": 2}, "column 'z' of row 12 is a number, but column 'z' of row 10 is missing"),
+        ({"x": "one", "y": "a"}, "column 'x' of row 12 is str, but column 'x' of row 10 is a number"),
+        ({"x": 1, "y": None}, "column 'y' of row 12 is NoneType, but column 'y' of row 10 is str"),
+        ([1, "a"], "column 'x' of row 12 is missing, but column 'x' of row 10 is a number"),
     ],
 )
 def test_a_row_with_a_different_structure_is_named(odd: Any, told: str) -> None:
@@ -106,13 +106,13 @@ def test_a_row_with_a_different_structure_is_named(odd: Any, told: str) -> None:
 def test_rows_that_are_not_dicts_are_compared_directly() -> None:
     check_same_structure([], [])
     check_same_structure([1, 2.0], [0, 1])
-    with pytest.raises(ValueError, match=r"^row 7 is str, but that of row 5 is a number. The rows of a batch"):
+    with pytest.raises(ValueError, match=r"^row 7 is str, but row 5 is a number. The rows of a batch"):
         check_same_structure([1, "two"], [5, 7])
 
 
 def test_an_invalid_row_is_named_by_its_index_in_the_dataset() -> None:
     rows = Rows([{"x": i} for i in range(5)] + [{"x": "five"}])
-    with pytest.raises(ValueError, match="column 'x' of row 5 is str, but that of row 2 is a number"):
+    with pytest.raises(ValueError, match="column 'x' of row 5 is str, but column 'x' of row 2 is a number"):
         rows.fetch(at(2, 5, 3))
 
 
@@ -284,12 +284,21 @@ def pairs(*values: Any) -> Any:
         (truncate_between_batches, r"Arrow file: the end of the file is missing"),
         (lambda path: os.truncate(path, 0), r"cannot be read as an Arrow file: "),
         (lambda path: path.unlink(), r"cannot be read as an Arrow file: .*No such file"),
-        (written({"y": [1]}), "column 'x' must be int64, as in the previous files, got missing"),
-        (written({"x": [1], "y": [1], "z": [1]}), "column 'z' must be missing, as in the previous files, got int64"),
-        (written({"x": [1.5], "y": [1]}), "column 'x' must be int64, as in the previous files, got float64"),
+        (
+            written({"y": [1]}),
+            "column 'x' must have the same type in all files, got missing, but int64 in the previous files",
+        ),
+        (
+            written({"x": [1], "y": [1], "z": [1]}),
+            "column 'z' must have the same type in all files, got int64, but missing in the previous files",
+        ),
+        (
+            written({"x": [1.5], "y": [1]}),
+            "column 'x' must have the same type in all files, got float64, but int64 in the previous files",
+        ),
         (
             written({"x": pairs([1, 2]), "y": [1]}),
-            r"column 'x' must be int64, as in .*, got int64\[2\]",
+            r"column 'x' must have the same type in all files, got int64\[2\], but int64 in",
         ),
         (written({"x": [1, None], "y": [1, 1]}), "column 'x' must not contain missing values, got 1"),
         (written({"x": pairs([1, None], None), "y": [1, 1]}), "column 'x' must not contain missing values, got [12]"),

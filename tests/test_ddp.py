@@ -643,7 +643,7 @@ def test_every_rank_reports_unused_parameters_and_their_ranks(size: int, variant
         for step in range(2):
             assert each["leave_parameters_unused"][variant, case, step] == (
                 f"RuntimeError: parameters that received no gradient: {unused(size, case)}. The loss does not "
-                "depend on them. Use them, freeze them with requires_grad_(False), or allow it with "
+                "depend on them. Use them, freeze them with requires_grad_(False), or allow unused parameters with "
                 "find_unused_parameters=True."
             )
 

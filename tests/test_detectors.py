@@ -297,10 +297,10 @@ EXPECTED: dict[type[Job], tuple[int | None, str, str, str]] = {
     OwnState: (5, "last", "exp_avg_sq of extra.bias", "drifted apart"),
     SkippedStep: (4, "last", "first.weight", "drifted apart"),
     OwnBuffers: (2, "all", "norm.running_mean", "buffer 'norm.running_mean' is not the same"),
-    NaNInput: (3, "last", "first", "in the forward pass, the output of module 'first'"),
+    NaNInput: (3, "last", "first", "in the output of module 'first' in the forward pass (rank"),
     NaNLoss: (3, "last", "loss", "the loss"),
-    NaNGradient: (3, "last", "extra.bias", "in the backward pass, the gradient of parameter 'extra.bias'"),
-    NaNUpdate: (4, "last", "last.weight", "parameter 'last.weight' was not finite at the start of the step"),
+    NaNGradient: (3, "last", "extra.bias", "in the gradient of parameter 'extra.bias' in the backward pass (rank"),
+    NaNUpdate: (4, "last", "last.weight", "in parameter 'last.weight' at the start of the step"),
     NaNReduction: (3, "all", "reduction", "it was finite on each rank before the all-reduce"),
     Spike: (25, "last", "", "the gradient norm jumps"),
     Diverge: (None, "all", "loss", "the loss diverges"),
@@ -680,7 +680,7 @@ def test_a_delayed_report_has_its_own_step_and_no_weight_is_corrupted() -> None:
         if detector == "nonfinite":
             assert all(kept.is_finite for kept in of_ranks), kind
     by_kind = {kind: [kept[place] for kept in ranks] for place, kind in enumerate(LATER)}
-    assert "After step 1, everything was identical" in by_kind[OwnRateLater][0].findings[0].message
+    assert "After step 1, the replicas were identical" in by_kind[OwnRateLater][0].findings[0].message
     assert [kept.moved for kept in by_kind[NaNLater]] == [[*range(1, 7)]] * 2, "all raise before the update"
     assert by_kind[OnOneRankOnly][0].moved == [*range(1, 11)]
     assert by_kind[OnOneRankOnly][1].moved == [1, 2, 3, 4, 6, 7, 8, 9, 10], (

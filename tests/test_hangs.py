@@ -393,15 +393,15 @@ def test_one_rank_reports_a_hang_and_the_others_wait_for_it(
     of_ranks = {0: numbered(REDUCE), 1: numbered(replace(REDUCE, op="broadcast"))}
     watch = hangs.Watch(World(rank=rank, size=2), 1.0, 0)
     watch._store = store = dist.HashStore()
-    store.set("alarm 0", reason)
+    store.set("inspection 0", reason)
     store.set(f"0 {1 - rank}", hangs.as_json.dump_json(of_ranks[1 - rank]).decode())
     monkeypatch.setattr(hangs, "progress", dict)
-    monkeypatch.setattr(hangs, "_standing", lambda: of_ranks[rank])
+    monkeypatch.setattr(hangs, "_own_status", lambda: of_ranks[rank])
     done: list[object] = []
     monkeypatch.setattr(hangs.time, "sleep", done.append)
     monkeypatch.setattr(hangs, "exit_with", lambda error: done.append(type(error)))
     watch._answer()
-    assert done == [hangs.SPEAK_SECONDS] * waits + [CollectiveError]
+    assert done == [hangs.REPORT_SECONDS] * waits + [CollectiveError]
 
 
 def recorded(world: World) -> list[Call]:
@@ -421,7 +421,10 @@ def test_the_recorder_reports_the_same_calls_on_all_ranks() -> None:
 
 
 def test_a_nonpositive_time_is_rejected() -> None:
-    with pytest.raises(ValueError, match="seconds must be a positive number, such as 30, got 0"), watching(World(), 0):
+    with (
+        pytest.raises(ValueError, match="'seconds' must be a positive number, such as 30, got 0"),
+        watching(World(), 0),
+    ):
         pass
 
 

@@ -212,7 +212,7 @@ def test_a_host_without_power_loses_its_rank_permanently(allowed: None, tmp_path
     [
         (3, 2, {}, "the number of ranks must be a multiple of the number of nodes (2), got 3"),
         (1, 2, {}, "must be a multiple of the number of nodes (2), got 1"),
-        (2, 2, {"device": "cuda"}, "device must be 'cpu' or 'auto' on a cluster"),
+        (2, 2, {"device": "cuda"}, "'device' must be 'cpu' or 'auto' on a cluster"),
     ],
 )
 def test_unsupported_options_on_nodes_are_rejected_in_one_line(
@@ -226,7 +226,7 @@ def test_unsupported_options_on_nodes_are_rejected_in_one_line(
 
 
 def test_a_number_is_not_a_cluster() -> None:
-    with pytest.raises(ConfigError, match="cluster must be a Cluster"):
+    with pytest.raises(ConfigError, match="'cluster' must be a Cluster"):
         Ranks(2, cluster=2)  # type: ignore[arg-type]
 
 
@@ -277,10 +277,10 @@ def test_magics_on_nodes_leave_no_process_or_network_after_the_kernel(allowed: N
         notebook.run("%load_ext ddp_tutorial")
         for line, said in (
             ("-n 3 --nodes 2", "must be a multiple of the number of nodes (2)"),
-            ("-n 2 --nodes 0", "nodes must be an integer from 1"),
+            ("-n 2 --nodes 0", "'nodes' must be an integer from 1"),
             ("-n 2 --nodes two", "invalid int value: 'two'"),
-            ("-n 2 --nodes 2 --rate 100", "rate must be a number with a unit"),
-            ("-n 2 --nodes 2 --rate 1gbit --delay 1", "delay must be a number with a unit"),
+            ("-n 2 --nodes 2 --rate 100", "'rate' must be a number with a unit"),
+            ("-n 2 --nodes 2 --rate 1gbit --delay 1", "'delay' must be a number with a unit"),
             ("-n 2 --rate 1gbit", "add, for example, --nodes 2"),
         ):
             error = notebook.run(f"%ranks start {line}")["error"]

@@ -100,7 +100,7 @@ def test_a_batch_is_skipped_on_all_ranks_without_other_effects(name: str, found:
 def test_a_skipped_batch_is_in_each_log_and_counted_in_the_result(found: list[dict[str, Any]]) -> None:
     assert found[0]["result"]["left_out"] == 1
     for log in found[0]["log"]:
-        assert "WARNING step 3: rank 1 ran out of memory in forward" in log
+        assert "WARNING step 3: rank 1 ran out of memory in the forward pass" in log
     assert "can't allocate memory" in found[0]["log"][1]
 
 
@@ -112,13 +112,13 @@ def test_several_batches_are_skipped_up_to_the_limit(
         assert rank["both ranks"]["left_out"] == 1
         assert rank["too often"]["ranks"] == (0,)
         assert rank["too often"]["step"] == 2
-        assert rank["too often"]["raised"].startswith("rank 0 ran out of memory in forward") or number
+        assert rank["too often"]["raised"].startswith("rank 0 ran out of memory in the forward pass") or number
 
 
 @pytest.mark.parametrize(
     ("skips", "phase", "told"),
     [
-        (1, "backward", "rank 1 ran out of memory in backward: .*so this step cannot be skipped"),
+        (1, "backward", "rank 1 ran out of memory in the backward pass: .*so this step cannot be skipped"),
         (0, "forward", "DefaultCPUAllocator: can't allocate memory"),
     ],
 )
@@ -172,5 +172,5 @@ def test_a_dead_data_worker_is_restarted_without_changing_the_result() -> None:
             assert found[f"{kind}1"] == found[f"{kind}0"]
     for kind in ("sharded", "dispatched", "streamed"):
         log = Path(f"runs/{kind}1/rank_0.log").read_text()
-        assert log.count("The workers are restarted, and read the same samples") == 1
+        assert log.count("The workers restart and read the same samples again") == 1
         assert "WARNING rank 0, worker 0 of 1, " in log

@@ -208,8 +208,8 @@ def test_a_different_setting_is_reported_and_can_be_allowed_by_name() -> None:
     with pytest.raises(ConfigError) as error:
         train(World(), different)
     assert (
-        "learning_rate was 0.003, is 0.01; weight_decay was 0.1, is 0.5. Use the same settings, or allow the changes "
-        in str(error.value)
+        "learning_rate was 0.003, is now 0.01; weight_decay was 0.1, is now 0.5. Use the same settings, or allow the "
+        "changes with " in str(error.value)
     )
     assert "resume_allow=[learning_rate, weight_decay]" in str(error.value)
     allowed = different.model_copy(update={"resume_allow": ("learning_rate", "weight_decay"), "name": "third"})

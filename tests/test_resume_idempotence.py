@@ -69,7 +69,7 @@ def test_a_killed_run_resumes_after_a_different_width_was_rejected() -> None:
     train(World(), config_of(steps=2))
     for made in ("model", "result.json"):
         Path("runs/mine", made).rename(made)  # as if the run had been killed before its end
-    with pytest.raises(ConfigError, match=r"model.width was 16, is 32"):
+    with pytest.raises(ConfigError, match=r"model.width was 16, is now 32"):
         train(World(), config_of(model=OTHER_SETTINGS[1]["model"], steps=2))
     assert settings_of("runs/mine").model.width == 16
     assert sample("runs/mine", "Once", length=3).startswith("Once")

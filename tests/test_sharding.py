@@ -174,7 +174,7 @@ def test_a_dropped_remainder_is_less_than_a_batch_and_varies_by_epoch(
     samples: int, batch: int, seed: int, epoch: int
 ) -> None:
     if samples < batch:
-        with pytest.raises(ValueError, match="the dataset must contain at least one batch"):
+        with pytest.raises(ValueError, match=rf"the dataset must contain at least {batch} samples \(one batch\)"):
             GlobalBatchSampler(Permutation(samples, seed), batch, "drop")
         return
     sharding = GlobalBatchSampler(Permutation(samples, seed), batch, "drop")
@@ -238,7 +238,7 @@ def test_a_step_has_the_same_samples_for_any_world_size(
 
 
 def test_an_empty_dataset_has_no_steps() -> None:
-    with pytest.raises(ConfigError, match="the dataset is empty"):
+    with pytest.raises(ConfigError, match="the dataset must contain at least 1 sample, got 0"):
         GlobalBatchSampler(Permutation(0, 0), 1)
     with pytest.raises(ConfigError, match="'batch_size' must be at least 1, got 0"):
         GlobalBatchSampler(Permutation(1, 0), 0)

@@ -213,12 +213,12 @@ def test_a_time_limit_without_units_or_an_ambiguous_one_is_rejected(time: str) -
         (["time=1min"], r"'slurm.warning' must be shorter than 'slurm.time' \(1min\), got 120 seconds"),
         (
             ["nodes=2", "nodelist=n[1-3]"],
-            r"'slurm.nodes' must be 3, the number of nodes in 'slurm.nodelist' \(n\[1-3\]\), got 2",
+            r"'slurm.nodes' must match the 3 nodes in 'slurm.nodelist' \(n\[1-3\]\), got 2",
         ),
         (["nodes=2", "nodelist=n[2-1]"], "must be ascending, got '2-1'"),
         (["nodes=2", "nodelist='n1,n1'"], "contains 'n1' twice"),
         (["partition=a b"], "'slurm.partition' must be one word, got 'a b'"),
-        (["options=[mem=3]"], "'slurm.options' must contain options of sbatch, such as --mem=32G, got 'mem=3'"),
+        (["options=[mem=3]"], "'slurm.options' must contain sbatch options, such as --mem=32G, got 'mem=3'"),
         (["starter=mpirun"], "'slurm.starter' must be 'srun' or 'torchrun'"),
         (["slurm.node=2"], "unknown key 'slurm.node'. Did you mean 'nodes'"),
         (["resume=runs/other", "name=mine"], "'resume' must be never or auto for a Slurm job, got runs/other"),
@@ -239,7 +239,7 @@ def test_without_slurm_submission_is_rejected_and_leaves_nothing(
     workdir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PATH", str(workdir))
-    with pytest.raises(ConfigError, match=r"Slurm is not installed: sbatch was not found\. Without --submit"):
+    with pytest.raises(ConfigError, match=r"Slurm is not installed: sbatch was not found\. To print the script"):
         submit("#!/bin/bash\n")
     assert not list(workdir.iterdir())
 

@@ -80,9 +80,9 @@ def test_a_source_is_checked_without_its_ranks() -> None:
     check_source(blocks, 4, three, SourceConfig(kind="streamed", streams=3))
     with pytest.raises(ConfigError, match="rank 2 of 3 has no samples: with 4 samples and batch_size 2"):
         check_source(blocks, 2, three, SourceConfig(kind="sharded"))
-    with pytest.raises(ConfigError, match="the number of streams must be at least 3, one stream for each rank, got 2"):
+    with pytest.raises(ConfigError, match=r"the number of streams must be at least 3 \(one stream per rank\), got 2"):
         check_source(blocks, 4, three, SourceConfig(kind="streamed", streams=2))
-    with pytest.raises(ConfigError, match="'batch_size' must be at least 4, one sample from each stream, got 3"):
+    with pytest.raises(ConfigError, match=r"'batch_size' must be at least 4 \(one sample per stream\), got 3"):
         check_source(blocks, 3, three, SourceConfig(kind="streamed"))
 
 
@@ -336,8 +336,8 @@ def test_a_stream_without_a_seed_keeps_its_order() -> None:
     [
         ((0,), 2, None, 1, "the dataset is empty: none of its streams contains a sample"),
         ((0, 0), 2, None, 1, "the dataset is empty: none of its streams contains a sample"),
-        ((5,), 2, 1, 2, "the number of streams must be at least 2, one stream for each rank, got 1"),
-        ((5, 5, 5), 2, None, 1, "'batch_size' must be at least 3, one sample from each stream, got 2"),
+        ((5,), 2, 1, 2, r"the number of streams must be at least 2 \(one stream per rank\), got 1"),
+        ((5, 5, 5), 2, None, 1, r"'batch_size' must be at least 3 \(one sample per stream\), got 2"),
     ],
 )
 def test_an_impossible_stream_is_reported(
@@ -361,7 +361,7 @@ def test_a_stream_that_fails_is_reported_with_its_places() -> None:
 
     source = StreamedSource(stream_of(9), 3, SINGLE_PROCESS, seed=None, transform=transform)
     assert take(source, 1) == [[0, 1, 2]]
-    with pytest.raises(SourceError, match=r"^rank 0, places 3 to 5 of epoch 0: a bad one"):
+    with pytest.raises(SourceError, match=r"^rank 0, positions 3 to 5 of epoch 0: a bad one"):
         next(source)
     assert source.state_dict()["places"] == 3
 
@@ -904,8 +904,8 @@ def test_a_worker_that_hangs_is_named_after_the_timeout(monkeypatch: pytest.Monk
     kind, told, seconds, state = error_of(second_rank(transform=in_worker(1, hang), worker_timeout=5))
     assert kind == "SourceError"
     assert told == (
-        "rank 1, worker 1 of 2, samples 9 to 15 (4 of them): no batch arrived within 5 s: the worker hangs, or "
-        "requires a larger source.worker_timeout"
+        "rank 1, worker 1 of 2, samples 9 to 15 (4 of them): no batch arrived within 5 s: the worker is stuck or slow. "
+        "If it is slow, use a larger source.worker_timeout"
     )
     assert 5 < seconds < 60
     assert state == {"cursor": 8}
@@ -1109,7 +1109,9 @@ def test_a_stream_does_not_know_its_steps_per_epoch() -> None:
 
 
 def test_a_stream_rejects_a_remainder_before_it_writes_anything(workdir: Path) -> None:
-    with pytest.raises(ConfigError, match="requires a source of known length"):
+    with pytest.raises(
+        ConfigError, match=r"'source\.remainder' must be carry for a stream, because the length of a stream is unknown"
+    ):
         made(World(), "streamed", remainder="exact")
     assert not list(workdir.iterdir())
 

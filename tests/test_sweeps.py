@@ -271,7 +271,7 @@ def test_a_mistake_in_the_grid_is_reported_in_one_line(notebook: Path, settings:
         ("a.yaml", "[{how: 2024-01-01}]", "YAML reads 2024-01-01 as a date"),
         ("a.yaml", "[{hwo: a}]", "tiny.ipynb has no parameter 'hwo'. Did you mean 'how'?"),
         ("a.yaml", "[{name: a}]", "'name' cannot be swept"),
-        ("a.yaml", "[{number: 2}]", "'number' is set twice, on the command line and in a.yaml"),
+        ("a.yaml", "[{number: 2}]", "'number' is set both on the command line and in a.yaml"),
         ("a.csv", "how\n", "must contain a list of points"),
         ("a.csv", "", "must contain a list of points"),
         ("a.csv", "how,how\na,b\n", "the header contains 'how' twice"),

@@ -106,9 +106,9 @@ def test_the_variables_of_each_launcher_give_its_world(environ, expected):
         ({"WORLD_SIZE": "2"}, r"WORLD_SIZE is set but RANK is not\. Set both, .*, or neither"),
         (
             {"RANK": "0", "WORLD_SIZE": "2", "MASTER_PORT": "1"},
-            r"WORLD_SIZE=2 but MASTER_ADDR is not set, .*Start the ranks with torchrun",
+            r"WORLD_SIZE=2 requires MASTER_ADDR, .*Start the ranks with torchrun",
         ),
-        ({"RANK": "0", "WORLD_SIZE": "2"}, r"MASTER_ADDR and MASTER_PORT is not set"),
+        ({"RANK": "0", "WORLD_SIZE": "2"}, r"WORLD_SIZE=2 requires MASTER_ADDR and MASTER_PORT, "),
         (TORCHRUN | {"WORLD_SIZE": "2"}, r"rank must be between 0 and 1, got 5 \(world size 2\)"),
         (TORCHRUN | {"RANK": "-1"}, r"rank must be between 0 and 7, got -1"),
         (TORCHRUN | {"LOCAL_RANK": "4"}, r"local rank must be between 0 and 3, got 4"),

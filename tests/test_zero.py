@@ -983,7 +983,7 @@ def test_a_world_that_does_not_fit_the_mesh_is_rejected_before_start(
             ["strategy=zero3", "mesh.replicate=2", "mesh.shard=2"],
             "the mesh replicate 2 x shard 2 requires 4 ranks, got 3",
         ),
-        (["strategy=fsdp", "mesh.shard=2"], "the mesh shard 2 requires a multiple of 2 ranks, got 3: start that"),
+        (["strategy=fsdp", "mesh.shard=2"], "the mesh shard 2 requires a multiple of 2 ranks, got 3: start a"),
         (["strategy=pipeline", "mesh.pipeline=2"], "the mesh pipeline 2 requires a multiple of 2 ranks"),
         (["strategy=ddp", "mesh.shard=2"], "'mesh.shard' is an option of strategies zero1, zero2, zero3 and fsdp, not"),
     ]

@@ -118,7 +118,7 @@ class AccelerateStrategy(ReplicatedStrategy):
 
 
 def _require_launch_options(dtype: str, accumulation: int) -> None:
-    """Raise `ConfigError` if `accelerate launch` was given an option that contradicts the config."""
+    """Raise `ConfigError` if an option of `accelerate launch` contradicts the config."""
     for variable, used, instead in (
         ("ACCELERATE_MIXED_PRECISION", {"no" if dtype == "fp32" else dtype}, "set precision.dtype (fp32, bf16, fp16)"),
         ("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", {str(accumulation)}, "set accumulation"),
@@ -128,8 +128,8 @@ def _require_launch_options(dtype: str, accumulation: int) -> None:
         if value not in {"no", "1", *used}:
             option = variable.removeprefix("ACCELERATE_").lower()
             raise ConfigError(
-                f"strategy=accelerate does not use the option --{option} of accelerate launch, got {value!r}. Remove "
-                f"the option, and {instead}"
+                f"strategy=accelerate does not support 'accelerate launch --{option} {value}'. Remove the option, and "
+                f"{instead}"
             )
 
 

@@ -33,12 +33,12 @@ from ddp_tutorial.world import World, require_group
 
 
 class InvariantStrategy(ReplicatedStrategy):
-    """A strategy whose gradients do not depend on the number of ranks, which must divide `micro_batches`.
+    """A strategy whose gradients do not depend on the number of ranks.
 
-    Runs are bitwise identical only with the same processor type, torch version and micro-batch size. On CPUs, sums also
-    depend on the number of threads. The constructor sets this number to one, and `Trainer.train` restores it. A model
-    with buffers, such as BatchNorm's running statistics, is rejected, because buffers depend on the assignment of
-    samples to ranks.
+    The number of ranks must divide `micro_batches`. Runs are bitwise identical only with the same processor type, torch
+    version and micro-batch size. On CPUs, sums also depend on the number of threads. The constructor sets this number
+    to one, and `Trainer.train` restores it. A model with buffers, such as BatchNorm's running statistics, is rejected,
+    because buffers depend on the assignment of samples to ranks.
     """
 
     link: Link | None = None  # gradients are sent by torch's collectives
@@ -59,7 +59,7 @@ class InvariantStrategy(ReplicatedStrategy):
             world: The ranks.
             loss: The loss function.
             micro_batches: The number of micro-batches per step over all ranks, a power of two.
-            seed: The seed of dropout.
+            seed: The seed for dropout.
             precision: The mixed-precision steps. The default is float32.
 
         Raises:
@@ -122,7 +122,7 @@ class InvariantStrategy(ReplicatedStrategy):
         """Do nothing, because models with buffers are rejected."""
 
     def state_dict(self) -> Mapping[str, float]:
-        """Return the state of the loss and the step, which determines the random numbers."""
+        """Return the state of the loss, and the step number, which determines the random numbers."""
         return {"step": self.step, **super().state_dict()}
 
     def load_state_dict(self, state: Any) -> None:

@@ -7,8 +7,8 @@
         return F.cross_entropy(logits, batch["digit"], reduction="sum"), count, {"accuracy": (right, count)}
 
 A loss function returns a sum and a count. Sums and counts of different micro-batches and ranks can be added, but means
-cannot. The count is the number of samples, or of tokens that are not padding. Metrics are also sums and counts, in a
-dict by name. To use several losses, return their weighted sum, and report each loss as a metric.
+cannot. The count is the number of samples, or of tokens that are not padding. Metrics are a dict that maps each name to
+a sum and a count. To use several losses, return their weighted sum, and report each loss as a metric.
 """
 
 import math
@@ -44,7 +44,7 @@ class Totals:
 
     sums: dict[str, float]
     counts: dict[str, float]
-    stop_flags: float = 0.0  # of all ranks; see `StepLoss.reduce`
+    stop_flags: float = 0.0  # the sum over all ranks; see `StepLoss.reduce`
     same_path: bool = True  # whether `path` was the same number on all ranks; see `StepLoss.reduce`
 
     def means(self) -> dict[str, float]:
@@ -68,11 +68,11 @@ def call_loss(loss: Loss, model: Any, batch: Any) -> tuple[torch.Tensor, dict[st
     metrics = rest[0] if rest else {}
     if not isinstance(total, torch.Tensor) or total.numel() != 1:
         raise LossError(
-            f"the first value that the loss returns must be the sum, a tensor with one element, as in '{_EXAMPLE}', "
+            f"the first value that the loss returns must be a tensor with one element (the sum), as in '{_EXAMPLE}', "
             f"got {_describe(total)}"
         )
     if not _is_number(count):
-        raise LossError(f"the second value that the loss returns must be the count, a number, got {_describe(count)}")
+        raise LossError(f"the second value that the loss returns must be a number (the count), got {_describe(count)}")
     if not isinstance(metrics, Mapping) or LOSS in metrics:
         raise LossError(
             f"the third value that the loss returns must be a dict of metrics without the key {LOSS!r}, such as "
@@ -119,8 +119,8 @@ class StepLoss:
     The loss is the sum divided by the count, both over all ranks. However, the counts of other ranks are known only
     during the backward pass. Therefore, `forward` divides by an *expected* count, and `finish` multiplies the gradient
     by expected / actual. The expected count is the previous step's count, rounded to a power of two. Division by a
-    power of two is exact, so the gradient does not depend on the expected count. As a result, float16 values are about
-    as large as for a mean loss.
+    power of two is exact, so the gradient does not depend on the expected count. With this division, float16 values are
+    about as large as for a mean loss.
     """
 
     def __init__(self, loss: Loss, world: World, precision: Precision | None = None) -> None:
@@ -140,7 +140,7 @@ class StepLoss:
         """Return one micro-batch's contribution to the mean loss over all ranks.
 
         The result is multiplied by `precision.loss_scale` and by `loss_multiplier`. The first call is collective: if
-        the loss is invalid on some rank, all ranks raise `LossError`.
+        the loss is invalid on any rank, all ranks raise `LossError`.
         """
         if self.names:
             total, parts = self._call(model, batch)

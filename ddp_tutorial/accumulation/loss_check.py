@@ -16,11 +16,11 @@ from ddp_tutorial.world import World
 
 
 def require_sum(world: World, loss: Loss, model: nn.Module, batch: Any, precision: Precision) -> None:
-    """Raise `LossError` on all ranks if the loss is a mean instead of a sum on some rank. Collective.
+    """Raise `LossError` on all ranks if the loss on any rank is a mean instead of a sum. Collective.
 
     The check runs only if the batch is a tree of tensors with the same number of rows.
     """
-    # All ranks check or no rank does, because with sharded weights a forward pass is collective.
+    # Either all ranks check or no rank does, because a forward pass with sharded weights is collective.
     if any_rank(world, not has_rows(batch)):
         return
     if any_rank(world, is_mean_loss(loss, model, batch, precision)):
@@ -37,7 +37,7 @@ def has_rows(batch: Any) -> bool:
 
 
 def is_mean_loss(loss: Loss, model: nn.Module, batch: Any, precision: Precision) -> bool:
-    """Return whether `loss` does not change when all samples are duplicated, although its count doubles.
+    """Return whether duplicating all samples doubles the count of `loss` but does not change its value.
 
     `batch` is a tree of tensors with at least one row. If the loss raises an exception, the result is False.
     """

@@ -48,7 +48,7 @@ def accumulate(model: DataParallel, loss: StepLoss, batches: Sequence[Any], stop
         is_last = index == len(batches) - 1
         with (
             nullcontext() if is_last else model.no_sync()
-        ):  # including the forward pass, in which torch decides whether to reduce
+        ):  # include the forward pass, because DDP decides there whether to reduce gradients
             calls = model.calls
             with phase("forward"):
                 # Compensate for the averaging over ranks, because this loss is one term of a sum.

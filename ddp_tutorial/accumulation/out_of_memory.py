@@ -10,8 +10,7 @@ per rank. The all-reduce runs in each micro-batch and must wait for the forward 
 
 In three cases, the ranks cannot agree to skip the batch, and the error aborts the run. If a rank fails in the backward
 pass, the other ranks are already in all-reduces that the failed rank never joins. The same problem occurs in a forward
-pass with collectives, such as that of `SyncBatchNorm`. If the first step fails, the next step would most likely fail as
-well.
+pass with collectives, such as that of `SyncBatchNorm`. If the first step fails, the next step would probably fail too.
 """
 
 from typing import Any
@@ -24,12 +23,13 @@ from ddp_tutorial.config import FailedError
 
 
 class OutOfMemoryError(FailedError):
-    """Raised on all ranks, before the backward pass, if some ranks ran out of memory in the forward pass."""
+    """Raised on all ranks, before the backward pass, if any rank ran out of memory in the forward pass."""
 
     def __init__(self, ranks: tuple[int, ...], description: str = "") -> None:
         """Create the error for the failed `ranks`. On these ranks, `description` is the allocator's message."""
         super().__init__(
-            f"rank {', '.join(map(str, ranks))} ran out of memory in forward{description and f': {description}'}"
+            f"rank {', '.join(map(str, ranks))} ran out of memory in the forward pass"
+            f"{description and f': {description}'}"
         )
         self.ranks, self.description = ranks, description
 
@@ -39,7 +39,7 @@ class OutOfMemoryError(FailedError):
 
 
 class BackwardOutOfMemoryError(FailedError):
-    """Raised on a rank that ran out of memory in the backward pass, when ranks can no longer skip the batch."""
+    """Raised on a rank that runs out of memory in the backward pass, which is too late to skip the batch."""
 
 
 def is_out_of_memory(error: BaseException) -> bool:

@@ -73,7 +73,7 @@ class Update(NamedTuple):
 
 
 def total_norm_over(tensors: Sequence[torch.Tensor], group: Any, ranks: int, device: torch.device) -> torch.Tensor:
-    """Return the norm of the `tensors` of all ranks in `group`, on each of these ranks. Collective.
+    """Return the norm of all `tensors` on the ranks in `group`. Each of these ranks receives the result. Collective.
 
     Args:
         tensors: This rank's tensors. An element that is stored on several ranks is counted once per rank.
@@ -125,7 +125,7 @@ class Precision:
     ) -> Update:
         """Divide the gradient by the scale, clip it by its norm, run the optimizer step and clear the gradient.
 
-        Collective with float16: if the gradient is not finite on some rank, all ranks skip the step. Clipping before
+        Collective with float16: if the gradient is not finite on any rank, all ranks skip the step. Clipping before
         the division would make the gradient too small by the factor `scale`.
 
         Args:
@@ -159,15 +159,15 @@ class Precision:
         return Update(norm, not overflow, scale_may_help)
 
     def state_dict(self) -> dict[str, float | int]:
-        """Return the state of the scale, which is the same on every rank, or an empty dict without a scale."""
+        """Return the state of the scale, which is the same on every rank, or an empty dict if there is no scale."""
         return {} if self.scale is None else {k: getattr(self.scale, k) for k in ("value", "steady", "overflows")}
 
     def load_state_dict(self, state: dict[str, float | int]) -> None:
-        """Restore the scale. Raise `ValueError` if only one of `state` and this precision has a scale."""
+        """Restore the scale. Raise `ValueError` if only one of `state` and this precision uses a scale."""
         if bool(state) != bool(self.scale):
-            wanted = "no loss scale" if state else "a loss scale"
+            wanted = "must not contain" if state else "must contain"
             raise ValueError(
-                f"a checkpoint for precision {self.config.dtype} must contain {wanted}: only fp16 uses a loss scale"
+                f"a checkpoint for precision {self.config.dtype} {wanted} a loss scale: only fp16 uses a loss scale"
             )
         for name, value in state.items():
             setattr(self.scale, name, value)

@@ -1,4 +1,4 @@
-"""Define DDP, and the base class of the strategies that replicate the model on each rank."""
+"""Define the DDP strategy, and the base class of the strategies that replicate the model on each rank."""
 
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -103,9 +103,9 @@ class DDPStrategy(ReplicatedStrategy):
             if not (isinstance(self.loss, OutOfMemoryAgreement) and self.loss.names and is_out_of_memory(error)):
                 raise
             raise BackwardOutOfMemoryError(
-                f"rank {self.model.world.rank} ran out of memory in backward: {str(error).partition(chr(10))[0]}. The "
-                "other ranks may already be reducing gradients, so this step cannot be skipped. Use smaller "
-                "micro-batches (a larger 'accumulation'), or model.recompute"
+                f"rank {self.model.world.rank} ran out of memory in the backward pass: "
+                f"{str(error).partition(chr(10))[0]}. The other ranks may already be reducing gradients, so this step "
+                "cannot be skipped. Use smaller micro-batches (a larger 'accumulation'), or model.recompute=true"
             ) from error
 
     def checkpoint_components(self, optimizer: torch.optim.Optimizer) -> dict[str, Part]:
@@ -122,5 +122,5 @@ def require_local_forward(model: nn.Module) -> None:
         if isinstance(part, nn.SyncBatchNorm | SyncBatchNorm):
             raise ConfigError(
                 f"'oom_skips' requires a forward pass without collectives, but {name!r} is a {type(part).__name__}, "
-                "which synchronizes the ranks in the forward pass: use BatchNorm, or oom_skips=0"
+                "which synchronizes the ranks in the forward pass: use BatchNorm, or set oom_skips=0"
             )

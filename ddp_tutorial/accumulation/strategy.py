@@ -63,7 +63,7 @@ class Strategy(Protocol):
         ...
 
     def state_dict(self) -> Mapping[str, float]:
-        """Return the state that a bitwise identical resumed run requires. The state is the same on all ranks."""
+        """Return the state that is required to resume bitwise identically. The state is the same on all ranks."""
         ...
 
     def load_state_dict(self, state: Any) -> None:

@@ -28,7 +28,7 @@ LOG = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class StepResult:
-    """The result of a step, which is the same on all ranks, except within a round of local SGD.
+    """The result of a step. Except within a round of local SGD, the result is the same on all ranks.
 
     Attributes:
         means: The means of the loss and of the metrics, by name.

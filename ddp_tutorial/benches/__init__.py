@@ -1,8 +1,8 @@
 """Benchmarks that verify the project's performance claims. Run `python -m ddp_tutorial bench NAME [--json]`.
 
-The arms of a benchmark alternate within one execution, so that background load affects all arms equally. A benchmark
-reports each arm's median, lowest and highest value, and ratios between arms. A ratio is the median of the ratios in the
-individual repeats. Compare ratios between machines, not absolute values.
+The arms of a benchmark alternate within one run, so that background load affects all arms equally. A benchmark reports
+each arm's median, minimum and maximum, and ratios between arms. Each ratio is the median of the per-repeat ratios. To
+compare machines, use the ratios instead of the absolute values.
 """
 
 import importlib
@@ -55,8 +55,8 @@ def report(
     Args:
         name: The name of the benchmark.
         samples: The values of each arm, one per repeat.
-        units: The unit of each arm, or of all arms.
-        ratios: The arms in the numerator and the denominator of each ratio.
+        units: The unit of each arm, or one unit for all arms.
+        ratios: For each ratio, the arm in the numerator and the arm in the denominator.
     """
     from ddp_tutorial.environment import describe_environment
 
@@ -95,5 +95,5 @@ def as_text(result: dict[str, Any]) -> str:
     if note := result.get("note"):
         lines.append(f"  {note}")
     if crowded := result.get("oversubscribed"):
-        lines.append(f"  there are more processes than cores, so the times are not meaningful: {', '.join(crowded)}")
+        lines.append(f"  times are not meaningful for arms with more processes than cores: {', '.join(crowded)}")
     return "\n".join(lines)

@@ -1,4 +1,4 @@
-"""Measure the cost of micro-batches, and the cost of results that do not depend on the number of ranks."""
+"""Measure the cost of micro-batches, and the cost of making results independent of the number of ranks."""
 
 from typing import Any
 
@@ -9,7 +9,7 @@ from ddp_tutorial.processes.launcher import launch
 from ddp_tutorial.world import World
 
 SAMPLES = 16  # per rank per step
-V = 4  # micro-batches per step over both ranks, in the comparison of the two strategies
+V = 4  # micro-batches per step on both ranks together, when the two strategies are compared
 KS = [1, 2, 4, 8]  # micro-batches per rank, with the same batch size
 _TURNS, _STEPS = 2, 2  # turns per arm per repeat, and steps per turn
 

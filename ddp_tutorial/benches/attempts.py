@@ -1,7 +1,7 @@
 """Run one attempt of a small training run, and inject a failure: a killed rank, a failed disk operation or a full disk.
 
-Failures happen at named points. These points are the start and end of each phase and the disk operations
-(`files.observe_disk`), such as "fsync optimizer.pt".
+Failures are injected at named points. A point is the start or end of a phase, or a disk operation such as "fsync
+optimizer.pt" (see `files.observe_disk`).
 """
 
 import errno
@@ -40,9 +40,9 @@ from ddp_tutorial.world import World, process_group
 RANKS = 2
 PHASE_BOUNDARIES = 300  # a random kill happens at one of a rank's first 300 points
 TIME_LIMIT = 300.0  # timeout of one attempt in seconds
-GOING = 30.0  # seconds that the processes started by a rank have to exit after the rank
+GRACE_SECONDS = 30.0  # after a rank exits, the processes that it started must exit within this time
 REFUSED = 2  # the exit code of a rank that rejected the config
-# Modules for the log and the model card that each rank would otherwise import in each attempt.
+# Modules that write the log and the model card. Otherwise, each rank would import them in each attempt.
 _PRELOADED = [__name__, "tensorboardX", "jinja2"]
 
 How = Literal["kill", "fail", "fill", "limit"]
@@ -52,7 +52,7 @@ import_dynamo()  # once, in the ranks' fork server; otherwise, each rank would i
 
 
 def config_of(name: str, background: bool = False, keep_last: int = 2, workers: int = 0) -> TaskConfig:
-    """Return the config of a small run that contains every kind of state.
+    """Return the config of a small run that uses every kind of training state.
 
     The run uses dropout, a loss scale, gradient accumulation, a log and evaluation.
     """
@@ -86,7 +86,7 @@ class PlannedFailure:
         nth: The failure happens when the rank reaches the point for the nth time.
         how: "kill" sends SIGKILL, and "fail" makes one disk operation fail. With "fill", only `free_bytes` bytes of the
             disk are free afterwards. With "limit", no file can exceed `free_bytes` bytes afterwards.
-        free_bytes: The number of bytes, for "fill" and "limit".
+        free_bytes: The free space for "fill", or the maximum file size for "limit".
     """
 
     point: str
@@ -119,20 +119,20 @@ class Attempt:
 
 
 class Points:
-    """The points that runs of one kind reach, in random order.
+    """The points that are reached by runs of one kind, in random order.
 
     The points are learned from ranks that exit without being killed. Every point is used once before any point is
     repeated.
     """
 
     def __init__(self, rng: random.Random, known: Mapping[tuple[int, str], int] | None = None) -> None:
-        """Start with the `known` points, a dict from (rank, point) to the number of visits."""
+        """Start with the `known` points, which map (rank, point) to the number of visits."""
         self.random = rng
         self.known = dict(known or {})  # (rank, point) -> number of visits
         self.waiting: dict[How, deque[tuple[int, str]]] = {}
 
     def learn(self, life: Attempt) -> None:
-        """Record the points that an attempt was the first to reach, such as points in a resume."""
+        """Record the points of an attempt that no earlier attempt reached, such as points during a resume."""
         seen = {(rank, point): count for rank, points in life.seen.items() for point, count in points.items()}
         new = [each for each in seen if each not in self.known]
         self.known |= {each: seen[each] for each in new}
@@ -140,9 +140,9 @@ class Points:
             waiting.extend(self._shuffled(how, new))
 
     def next(self, how: How) -> tuple[int, str, int]:
-        """Return a rank, a point, and the number of the visit at which to inject the failure.
+        """Return a rank, a point, and the visit number at which to inject the failure.
 
-        Until points are known, the point is empty, which matches any point.
+        If no points are known yet, the returned point is an empty string, which matches any point.
         """
         waiting = self.waiting.setdefault(how, deque())
         if not waiting:
@@ -157,7 +157,7 @@ class Points:
         self.waiting[how].append((rank, point))
 
     def _shuffled(self, how: How, points: Iterable[tuple[int, str]]) -> list[tuple[int, str]]:
-        """Return the points at which the failure is possible, in random order.
+        """Return, in random order, the points at which the failure is possible.
 
         A rank can be killed at any point. Disk failures happen only at disk operations.
         """
@@ -169,8 +169,8 @@ class Points:
 def ranks_served() -> Iterator[None]:
     """Fork ranks from one server process that has already imported their modules.
 
-    The server works in the current folder and exits at the end of the block. Otherwise, the server would run as long as
-    the process that uses it, such as a notebook's kernel.
+    The server runs in the current directory, and is stopped at the end of the block. Otherwise, it would keep running
+    until its parent process, such as a notebook kernel, exits.
     """
     multiprocessing.get_context("forkserver").set_forkserver_preload(_PRELOADED)
     forkserver.ensure_running()
@@ -186,7 +186,7 @@ def run_attempt(
     where: Sequence[Path] = (),
     start: Literal["forkserver", "fork"] = "forkserver",
 ) -> Attempt:
-    """Start or resume a run until it finishes, fails because of an injected failure, or is rejected.
+    """Start or resume a run, and wait until it finishes, is rejected, or fails because of an injected failure.
 
     Args:
         config: The config of the run.
@@ -211,7 +211,7 @@ def run_attempt(
             rank.start()
         deadline, late = time.monotonic() + TIME_LIMIT, False
         while any(rank.is_alive() for rank in ranks):
-            # Kill the ranks that wait for a failed rank, as a launcher would. If ranks reject a config, all ranks exit.
+            # Kill the ranks that wait for a failed rank, as a launcher would. Ranks that reject a config exit anyway.
             failed = any(rank.exitcode not in {None, 0, REFUSED} for rank in ranks)
             if failed:
                 time.sleep(0.05)
@@ -252,9 +252,9 @@ def _last_words(notes: Path) -> list[str]:
 def leftovers(folder: Path) -> int:
     """Return the number of other processes whose working directory is in `folder`.
 
-    Processes that exit within `GOING` seconds are not counted.
+    Processes that exit within `GRACE_SECONDS` are not counted.
     """
-    deadline = time.monotonic() + GOING
+    deadline = time.monotonic() + GRACE_SECONDS
     while True:
         left = [process for process in psutil.process_iter() if _works_in(process, folder)]
         if not left or time.monotonic() > deadline:
@@ -275,7 +275,7 @@ def newest_valid(checkpoints: Path) -> int:
 
 
 def outcome(name: str) -> tuple[Any, ...] | None:
-    """Return a run's weights and per-step metrics, which must be identical in two runs.
+    """Return the digest of a run's weights and the per-step metrics, which must be identical in all runs.
 
     The function returns None if the run has not finished.
     """
@@ -304,12 +304,12 @@ def _rank(rank: int, where: Sequence[Path], notes: Path, config: TaskConfig, fai
             train(world, config)
     except ConfigError as error:
         injector.note(f"refused.{rank}", str(error))
-        injector.end(REFUSED)  # while the error references DDP; freeing DDP without the process group can hang
+        injector.end(REFUSED)  # while the error still references DDP; freeing DDP without its process group can hang
     injector.end(0)
 
 
 class FailureInjector:
-    """An observer that counts the points that a rank reaches, and injects the rank's failure."""
+    """An observer that counts a rank's visits to each point, and injects the planned failure."""
 
     def __init__(self, rank: int, notes: Path, failure: PlannedFailure | None) -> None:
         """Inject `failure` into `rank`, and write notes to the folder `notes`."""
@@ -355,7 +355,7 @@ class FailureInjector:
             limit_files(self.failure.free_bytes)
 
     def end(self, code: int) -> None:
-        """Exit this rank without Python's finalization; see `rank._exit_without_finalizing`."""
+        """Exit this rank without finalizing Python; see `rank._exit_without_finalizing`."""
         self.note(f"seen.{self.rank}", json.dumps(self.seen))
         os._exit(code)
 
@@ -367,5 +367,5 @@ class FailureInjector:
 
 
 def _kind_of(path: Path) -> str:
-    """Return a file's name without the parts that vary between steps and executions."""
+    """Return a file's name without the parts that vary between steps and attempts."""
     return re.sub(r"step_\d+", "step", final_name(path))

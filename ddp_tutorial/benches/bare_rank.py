@@ -1,6 +1,6 @@
-"""Define the function that each rank of a bare spawn runs.
+"""Define the function that each rank runs in the `torch.multiprocessing.spawn` arm of the launch benchmark.
 
-A spawned process imports the module of its function, so this module imports nothing except torch.
+A spawned process imports the module that defines its function, so this module imports no package except torch.
 """
 
 import os
@@ -17,8 +17,8 @@ def form_group_and_leave(rank: int, size: int, port: int) -> None:
     """
     torch.set_num_threads(1)
     os.environ["GLOO_SOCKET_IFNAME"] = next(name for _, name in socket.if_nameindex() if name in {"lo", "lo0"})
-    # All ranks leave the initialization together. Otherwise, a rank could exit while a different rank is still
-    # connecting, which would fail with "Gloo connectFullMesh failed with ... Connection closed by peer".
+    # The initialization ends with a barrier. Otherwise, a rank could exit early, and a rank that is still connecting
+    # would fail with "Gloo connectFullMesh failed with ... Connection closed by peer".
     os.environ["TORCH_DIST_INIT_BARRIER"] = "1"
     store = dist.TCPStore("127.0.0.1", port)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=size)

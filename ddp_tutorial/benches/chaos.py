@@ -1,12 +1,12 @@
 """Inject failures into small runs; each run must be bitwise identical to an uninterrupted run.
 
-In each attempt of a run, one rank or every rank is killed with SIGKILL at some point, or its disk fails once. The same
-command is then rerun with `resume: auto` until the run finishes. The points, which include points in saving and
-resuming, are used in turn (see attempts.py). Some points are chosen at random.
+Each attempt kills one or both ranks with SIGKILL, or makes a disk operation fail. The same command is then rerun with
+`resume: auto` until the run finishes. Every known point is used once before any point is repeated, including the points
+in saving and resuming (see attempts.py). Some kills happen at random points.
 
-Between two attempts, the newest checkpoint may be damaged. The ranks may also be started on two nodes without a shared
-folder; the ranks must reject this configuration. Further runs use a disk of a few megabytes that becomes full at some
-point.
+Between two attempts, the newest checkpoint may be damaged. Some attempts start the ranks on two nodes without a shared
+folder, and the ranks must reject such an attempt. Other runs use a disk of a few megabytes that fills up during an
+attempt.
 
 After each attempt, the newest valid checkpoint must not be older than the newest published checkpoint, and all
 processes of the attempt must have exited.
@@ -46,12 +46,12 @@ from ddp_tutorial.training.config import TaskConfig
 
 MAX_ATTEMPTS = 100  # per run
 DISK_BYTES = 4 << 20  # size of the small disk, enough for a run with its checkpoints
-ROOM = 64 << 10  # the maximum number of free bytes on a full disk, so that a write fails midway
-FAULTS: dict[How, float] = {"kill": 0.75, "fail": 0.25}  # probabilities on a disk that is large enough
+ROOM = 64 << 10  # the maximum number of free bytes on a full disk, so that a write can fail midway
+FAULTS: dict[How, float] = {"kill": 0.75, "fail": 0.25}  # probabilities if the disk does not fill up
 
 # The locations of the run's files on two nodes that do not share a folder.
-Nodes = Literal["nothing on both", "all on the first", "all on the second", "a copy on the second"]
-NODES: list[Nodes] = ["all on the second", "all on the first", "a copy on the second", "nothing on both"]
+Nodes = Literal["no files", "all files on the first", "all files on the second", "a copy on the second"]
+NODES: list[Nodes] = ["all files on the second", "all files on the first", "a copy on the second", "no files"]
 
 
 def measure_chaos(
@@ -63,28 +63,28 @@ def measure_chaos(
     two_nodes: int | None = None,
     mount: Callable[[Path, int], str] = mount_small_disk,
 ) -> dict[str, Any]:
-    """Kill ranks `kills` times, in a temporary folder, and inject other failures in between.
+    """Run attempts with `kills` kills in a temporary folder, and inject other failures in between.
 
-    The disk fails about once for every three kills.
+    For every three kills, about one disk operation fails.
 
     Args:
         kills: The number of attempts in which ranks are killed.
         seed: The seed of the random choices.
         report: A function to call with a line of text after each finished run.
-        fills: The number of attempts in which the disk becomes full. Defaults to a quarter of `kills`.
+        fills: The number of attempts in which the disk fills up. Defaults to a quarter of `kills`.
         two_nodes: The number of attempts on two nodes without a shared folder. Defaults to an eighth of `kills`.
         mount: The function that mounts the small disk.
 
     Returns:
         The report. `attempts` counts the attempts by kind; "no failure" means that no failure was injected. `points`
-        counts the distinct points of failures, `in_saving` the kills during a save, `resumed` the attempts that started
-        from a checkpoint, and `damaged` the damaged checkpoints. `full_disk` describes the full disk, the number of
-        attempts that failed because of it, and the reason if a real full disk was not possible.
+        counts the distinct pairs of a point and a failure, `in_saving` the kills during a save, `resumed` the attempts
+        that started from a checkpoint, and `damaged` the damaged checkpoints. `full_disk` contains the method, the
+        number of attempts that failed because the disk was full, and the reason if no real disk could be filled.
 
-        `bit_equal` is whether the weights, losses and gradient norms of every finished run are identical to those of
+        `bit_equal` is true if the weights, losses and gradient norms of every finished run are identical to those of
         the uninterrupted run. `lost` counts the attempts after which the newest valid checkpoint was too old.
-        `not_rejected` counts the attempts on two nodes that were not rejected on all ranks, before the first step and
-        without a changed file. `leftover_processes` is the number of processes still running after the attempts.
+        `not_rejected` counts the two-node attempts that a rank did not reject, that started the first step, or that
+        changed a file. `leftover_processes` is the number of processes still running after the attempts.
 
     Raises:
         RuntimeError: If a run does not finish.
@@ -143,12 +143,12 @@ def _on_a_full_disk(
     known: Mapping[bool, Mapping[tuple[int, str], int]],
     fills: int,
 ) -> tuple["_Tally", str]:
-    """Run attempts on a disk that becomes full, in a process without other threads.
+    """Run attempts on a disk that fills up, in a single-threaded process.
 
-    Only such a process can mount the small disk and fork the ranks, which inherit the mount.
+    Only a single-threaded process can mount the small disk. The ranks are forked, so that they inherit the mount.
 
     Returns:
-        The tally, and the reason why a real full disk was not possible. The reason is empty if it was possible.
+        The tally, and the reason why no real disk could be filled. The reason is empty if a disk was filled.
     """
     why_not = mount(folder, DISK_BYTES)
     os.chdir(folder)
@@ -166,7 +166,7 @@ class _Tally:
     """Counts of the injected failures and their results."""
 
     attempts: Counter[str] = field(default_factory=Counter)
-    points_used: set[tuple[str, str]] = field(default_factory=set)  # points and the failures injected there
+    points_used: set[tuple[str, str]] = field(default_factory=set)  # (point, kind of the failure injected there)
     damaged: int = 0
     in_saving: int = 0
     resumed: int = 0
@@ -201,7 +201,7 @@ class _Tally:
         )
 
     def summary(self, why_not: str) -> dict[str, Any]:
-        by = "a limit on the size of files" if why_not else f"a tmpfs of {DISK_BYTES >> 20} MB"
+        by = "a file size limit" if why_not else f"a {DISK_BYTES >> 20} MB tmpfs"
         return {
             "kills": self.attempts["kill"],
             "failures": self.attempts["fail"],
@@ -238,9 +238,9 @@ class _Chaos:
         self.points = {background: Points(rng) for background in (False, True)}
 
     def run(self, limit: int, two_nodes: int = 0) -> None:
-        """Complete one training run, with as many attempts as necessary.
+        """Run one training run to completion, with up to `MAX_ATTEMPTS` attempts.
 
-        The benchmark stops injecting failures after `limit` attempts in which ranks were killed or the disk was full.
+        The benchmark stops injecting failures after `limit` attempts in which a rank was killed or the disk was full.
         The `two_nodes` attempts on two nodes are spread evenly among these attempts.
         """
         runs, counted = self.tally.runs, next(iter(self.faults))
@@ -299,9 +299,9 @@ class _Chaos:
             if nodes == "a copy on the second" and RUNS.exists():
                 shutil.copytree(RUNS, second / RUNS)
             where = {
-                "nothing on both": [first, second],
-                "all on the first": [here, second],
-                "all on the second": [first, here],
+                "no files": [first, second],
+                "all files on the first": [here, second],
+                "all files on the second": [first, here],
                 "a copy on the second": [here, second],
             }[nodes]
             before = _contents(here)
@@ -313,7 +313,7 @@ class _Chaos:
     def _damage(self, checkpoints: Path) -> int:
         """Truncate a file of the newest valid checkpoint if there is an older valid checkpoint.
 
-        The function returns the step of the newest valid checkpoint afterwards.
+        Afterwards, return the step of the newest checkpoint that is still valid.
         """
         *others, newest = [None, *(path for path in list_checkpoints(checkpoints) if not verify(path))]
         if newest is not None and any(others):

@@ -22,8 +22,8 @@ WIDTH, LAYERS = 1024, 12  # a model of 50 MB; 150 MB with AdamW's state
 def measure(repeats: int) -> dict[str, Any]:
     """Measure the cost of a checkpoint in one process, in seconds.
 
-    The arms are a synchronous save, the stall of a background save, `torch.save` and fsync of the same state, and
-    finding the newest of 1,000 checkpoints.
+    The arms are a synchronous save, the training stall of a background save, `torch.save` with fsync on the same state,
+    and a search for the newest of 1,000 checkpoints.
     """
     with tempfile.TemporaryDirectory(prefix="bench-checkpoint-") as name:
         folder = Path(name)
@@ -45,7 +45,7 @@ def measure(repeats: int) -> dict[str, Any]:
                     samples[arm].append(seconds)
     ratios = {
         "async_stall_vs_sync": ("async_stall", "sync_save"),
-        "sync_bandwidth_vs_torch_save": ("torch_save", "sync_save"),  # a ratio of times for the same bytes
+        "sync_bandwidth_vs_torch_save": ("torch_save", "sync_save"),  # the times are for the same bytes
     }
     return report("checkpoint", samples, "s", ratios)
 

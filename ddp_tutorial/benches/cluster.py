@@ -1,14 +1,14 @@
-"""Compare steps on simulated hosts with the scaling model, and this package's DDP with torch's DDP.
+"""Compare step times on simulated hosts with the scaling model, and this package's DDP with torch's DDP.
 
 The hosts are Linux network namespaces. The model is fitted to measurements on one host:
 
-- the computation, alone and side by side, in the same turns as the steps between the hosts;
-- the fraction of the communication that overlaps, on a simulated link;
+- the computation time of one rank and of two independent ranks, in the same turns as the steps across hosts;
+- the fraction of the communication that overlaps with computation, on a simulated link;
 - the cost of a message.
 
-The rate is the only property of the network that the model uses. If the link also has a delay, the time of a bare
-all-reduce follows from the rate and the delay (see `delays_in`). `hosts` compares steps on more hosts, on which the
-ranks sleep instead of computing.
+The rate is the only property of the network that the model uses. If the link also has a delay, the expected time of a
+bare all-reduce follows from the rate and the delay (see `delays_in`). `hosts` measures steps on more hosts, whose ranks
+sleep instead of computing.
 """
 
 import math
@@ -54,7 +54,7 @@ class Measured(NamedTuple):
 
     Attributes:
         steps: For each arm, the step time in seconds in each repeat.
-        all_reduces: Dict from number of bytes to all-reduce times in seconds, on a single host.
+        all_reduces: All-reduce times in seconds on a single host, by number of bytes.
         nbytes: The size of the gradients in bytes.
         buckets: The number of gradient buckets.
     """
@@ -111,7 +111,7 @@ def _add_all_reduces(
     link: LinkModel,
     of_ranks: list[dict[int, list[float]]],
 ) -> None:
-    """Add the measured and expected times until both ranks have the result of an all-reduce with a link delay."""
+    """Add the measured and expected times of an all-reduce with a link delay, until both ranks have the result."""
     for size, nbytes in SIZES.items():
         name = f"allreduce_{size}_{between}"
         samples[name] = [1e3 * max(both) for both in zip(*(taken[nbytes] for taken in of_ranks), strict=True)]
@@ -126,11 +126,11 @@ def delays_in(nbytes: int, ranks: int) -> int:
     Gloo splits the tensor into pieces of at most 1 MiB, with the same number of pieces (at least two) per rank; see
     `ring` in gloo/allreduce.cc. A piece is sent only after the receiver has signaled that it is ready, which takes two
     delays per piece. Two pieces are in flight at a time, so each piece that a rank sends costs one delay. In
-    each of two rounds, a rank sends all pieces except its own. On two ranks, tensors up to 4 MiB take four delays, and
-    16 MiB take 16, regardless of the TCP window.
+    each of two rounds, a rank sends all pieces except its own. On two ranks, a tensor of up to 4 MiB takes 4 delays,
+    and a tensor of 16 MiB takes 16, regardless of the TCP window.
 
     Args:
-        nbytes: The size of the tensor, which contains at least two elements per rank.
+        nbytes: The size of the tensor in bytes. The tensor must contain at least two elements per rank.
         ranks: The number of ranks.
     """
     pieces = max(2 * ranks, math.ceil(nbytes / _PIECE))
@@ -141,11 +141,11 @@ def delays_in(nbytes: int, ranks: int) -> int:
 def _model(here: Measured, there: Measured, repeat: int, bandwidth: float) -> StepModel:
     """Return the step model for one repeat.
 
-    The model combines the computation in this repeat, the overlap and message cost on this host, and the network rate.
+    The model combines this repeat's computation time, the overlap and message cost on one host, and the network rate.
     """
     at = {name: there.steps[name][repeat] for name in _COMPUTING}
     all_reduces = {nbytes: median(each) for nbytes, each in here.all_reduces.items()}
-    buckets = here.buckets + 1  # plus a bucket of a few bytes, for the used parameters
+    buckets = here.buckets + 1  # plus a bucket of a few bytes that marks the used parameters
 
     def fitted(steps: dict[str, float]) -> StepModel:
         alone = {SMALL_BATCH: steps["alone_small"], BATCH: steps["alone"]}
@@ -173,7 +173,7 @@ def _measure(world: World, setups: dict[str, Setup], repeats: int) -> Measured:
 
 
 def _all_reduces(world: World, repeats: int) -> dict[int, list[float]]:
-    """Return a dict from number of bytes to this rank's all-reduce times in seconds, one per repeat. Collective.
+    """Return this rank's all-reduce times in seconds, by number of bytes, with one time per repeat. Collective.
 
     The first call is a warm-up and is not recorded.
     """

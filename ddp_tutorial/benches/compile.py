@@ -7,8 +7,8 @@ Arms:
     bare_compiled: The same loop with `torch.compile(DistributedDataParallel(model))`.
 
 Every arm reads the same number of samples, clips the gradients, advances the same schedule, and reports the global mean
-loss of every step. The first step includes the compilation, either without files from an earlier compilation (`cold`)
-or with such files (`cached`).
+loss of every step. The first step includes the compilation, either with an empty cache (`cold`) or with the cached
+files of an earlier compilation (`cached`).
 """
 
 import os
@@ -40,8 +40,8 @@ def measure(repeats: int) -> dict[str, Any]:
     """Measure the time of the first step and of later steps on two single-threaded ranks.
 
     Each repeat starts new ranks. First steps run in separate ranks, because the compiled arms in a process share
-    the compiled code. The cold first step takes the longest and is measured once. All other times are measured several
-    times.
+    the compiled code. The cold first step takes the longest and is measured only once. All other times are measured in
+    every repeat.
     """
     samples: Samples = {}
     for arm in _COMPILED:
@@ -68,7 +68,7 @@ def measure(repeats: int) -> dict[str, Any]:
 
 @contextmanager
 def _empty_cache() -> Iterator[None]:
-    """Set an empty inductor cache directory for the ranks that start inside the context."""
+    """Use an empty inductor cache directory for the ranks that start inside the context."""
     before = os.environ.get("TORCHINDUCTOR_CACHE_DIR")
     with tempfile.TemporaryDirectory() as folder:
         os.environ["TORCHINDUCTOR_CACHE_DIR"] = folder

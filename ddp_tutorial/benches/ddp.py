@@ -29,9 +29,8 @@ _SLOW = DDPConfig(
 def measure(repeats: int) -> dict[str, Any]:
     """Measure the variants on two single-threaded ranks.
 
-    The report contains the tokens per second of each variant on the machine's own link. For a simulated slow link, the
-    report contains the seconds of communication that overlap with the backward pass, and the seconds that could
-    overlap.
+    The report contains each variant's tokens per second without a simulated link. For a simulated slow link, it also
+    contains the seconds of communication that overlap with the backward pass, and the seconds that could overlap.
     """
     samples = launch(_measure, 2, repeats, device="cpu", threads=1, echo=False)[0]
     units = dict.fromkeys(_VARIANTS, "tokens/s") | {"hidden": "s", "hideable": "s"}

@@ -15,7 +15,7 @@ cost.
 Names with `_cpu` report rank 0's CPU time in the same steps. CPU time excludes waiting for other ranks, and varies less
 between steps.
 
-The other detectors cannot be attached for a single step. They alternate in turns of 20 steps and use the same
+The other detectors cannot be attached for a single step. They run in alternating turns of 20 steps, with the same
 statistics.
 """
 
@@ -44,7 +44,7 @@ class Size(NamedTuple):
     model: ModelConfig
     arms: list[str]
     turns: int  # per arm per repeat
-    rounds: int = 0  # of `_STEPS` steps with the default detectors, and twice as many steps without, per repeat
+    rounds: int = 0  # per repeat, each of `_STEPS` steps with the default detectors and twice as many without
 
 
 _SMALL = ModelConfig(layers=4, heads=4, width=128, context=64)
@@ -95,7 +95,7 @@ def measure(repeats: int) -> dict[str, Any]:
 
 
 class Triple(NamedTuple):
-    """The step times of three consecutive steps in seconds, in this order or in reverse."""
+    """The times of three consecutive steps in seconds. The steps run in this order or in reverse order."""
 
     off: float
     default: float
@@ -145,7 +145,7 @@ def _turns(triples: Sequence[Triple]) -> list[Sequence[Triple]]:
 def _alternate(world: World, config: TaskConfig, size: Size, repeats: int) -> Samples:
     """Return each arm's step times in seconds, one per repeat. Collective.
 
-    The order of the arms is reversed after each round, and detectors are attached only for their own turn.
+    The order of the arms is reversed after each round. A detector is attached only during the turns of its own arm.
     """
     step = make_step(config, world)
     attached = _attached(world, step)

@@ -1,11 +1,11 @@
-"""Provoke hangs repeatedly. Check that the reports name both ranks with their lines, and that all processes exit.
+"""Provoke hangs repeatedly. Check that each report names the line at which each rank waits, and that all ranks exit.
 
-`tests/test_hangs.py` tests each hang in the notebook once. This benchmark repeats the hangs, which takes minutes.
+`tests/test_hangs.py` tests each of the notebook's hangs once. This benchmark repeats the hangs, which takes minutes.
 Verdicts are compared with the source of this module. In each hang, the comments `# rank 0 waits` and `# rank 1 waits`
 mark the lines that a verdict must name.
 
-In one run with ten repeats on two cores, 80 of 80 verdicts were correct and worded identically in each repeat, and no
-process was still running. All ranks had exited a median of 1.1 s, and at most 1.2 s, after the timeout.
+In one run with ten repeats on two cores, 80 of 80 verdicts were correct and had the same wording in every repeat, and
+no process was left running. After the timeout, all ranks exited within 1.1 s (median) and 1.2 s (maximum).
 """
 
 import os
@@ -30,7 +30,7 @@ from ddp_tutorial.processes.launcher import launch
 from ddp_tutorial.world import World
 
 RANKS = 2
-PATIENCE = 1.0  # seconds that a rank waits before it is reported
+PATIENCE = 1.0  # seconds after which a waiting rank is reported
 WITHIN = 2.0  # seconds after the timeout within which all ranks should exit on an idle machine
 TIME_LIMIT = 60  # timeout of a launch in seconds
 
@@ -130,17 +130,17 @@ HANGS: dict[str, Callable[[World, Began], None]] = {
 
 
 def measure_hangs(repeats: int, report: Callable[[str], None] = lambda _: None) -> dict[str, Any]:
-    """Run each of `HANGS` `repeats` times.
+    """Provoke each hang in `HANGS` `repeats` times.
 
     Args:
         repeats: The number of repeats.
         report: A function to call with a line of text after each repeat.
 
     Returns:
-        The report. `of` counts the verdicts, and `right` counts the verdicts that name both ranks with their lines.
+        The report. `of` counts the verdicts, and `right` counts the verdicts that name the line of each rank.
         `other_verdicts` counts the verdicts whose wording differs from the first repeat. `seconds` contains the median
         and maximum time from the start of a hang until all ranks have exited, minus `patience`. `late` counts the times
-        above `within`, and `left` the processes still running.
+        longer than `within`, and `left` counts the processes still running.
     """
     right, late, left, others, seconds = 0, 0, 0, 0, list[float]()
     first: dict[str, str] = {}

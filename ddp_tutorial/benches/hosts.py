@@ -1,4 +1,4 @@
-"""Compare 8, 16 and 32 hosts on a slow network with the scaling model, as part of `bench cluster`.
+"""Compare step times on 8, 16 and 32 hosts of a slow network with the scaling model, as part of `bench cluster`.
 
 The ranks sleep instead of computing. The model is fitted to measurements on one and on two of the hosts.
 """
@@ -27,7 +27,7 @@ HOSTS = (8, 16, 32)
 BATCH, SMALL_BATCH = 64, 16  # global batch sizes
 SLEEPER = Sleeper(fixed=0.02, per_sample=0.01, nbytes=2**19)
 _DDP = DDPConfig(variant="bucket", bucket_cap_mb=0.25)
-_BUCKETS = 3  # two gradient buckets, and a bucket of a few bytes for the used parameters
+_BUCKETS = 3  # two gradient buckets, and a bucket of a few bytes that marks the used parameters
 _SIZES = (2**10, 2**16, 2**18)  # bytes of the all-reduces to which the link is fitted
 _TURNS = 2
 

@@ -1,4 +1,4 @@
-"""Compare `launch` with a bare spawn, for two ranks that form a group and do nothing else."""
+"""Compare `launch` with `torch.multiprocessing.spawn`, for two ranks that form a process group and do nothing else."""
 
 import time
 from collections.abc import Callable
@@ -34,7 +34,7 @@ def _spawn_bare() -> None:
     """Spawn two ranks that connect to a store in this process, as under torchrun.
 
     The operating system chooses the store's port. Otherwise, a different process could take the port before the store
-    opens it. The store outlives all ranks; a store in rank 0 would disappear while other ranks still use it.
+    opens it. The store outlives all ranks; a store in rank 0 could disappear while the other rank still uses it.
     """
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     torch.multiprocessing.spawn(form_group_and_leave, (2, store.port), nprocs=2)

@@ -96,7 +96,7 @@ def _observed(trainer: Trainer) -> Callable[[], None]:
 
 
 def reporting(world: World, step: Callable[[], torch.Tensor]) -> Callable[[], None]:
-    """Return a step function that also records the global mean of the loss that `step` returns on each rank."""
+    """Return a function that runs `step` and also records the mean of the ranks' losses."""
     losses: list[float] = []
 
     def step_and_report() -> None:
@@ -108,7 +108,7 @@ def reporting(world: World, step: Callable[[], torch.Tensor]) -> Callable[[], No
 
 
 def bare_loop(world: World, config: TaskConfig, *, compiled: bool = False) -> Callable[[], torch.Tensor]:
-    """Return a step function in plain torch, without a log or phases. It returns this rank's loss.
+    """Return a step function in plain torch, without a log or phases. The step function returns this rank's loss.
 
     With `compiled`, DDP wraps the model first, and `torch.compile` compiles the wrapper.
     """

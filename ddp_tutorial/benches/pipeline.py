@@ -1,11 +1,11 @@
-"""Compare pipeline steps with the predictions of their schedules.
+"""Compare the step times of pipelines with predictions from their schedules.
 
-The stages sleep, so that only the schedule determines the step time. A rank's stages together sleep 20 ms in the
-forward pass and 40 ms in the backward pass. The prediction is the makespan of the schedule without communication time.
-Torch's own schedules run the same stages on the same ranks.
+The stages sleep, so that only the schedule determines the step time. For each micro-batch, a rank's stages sleep 20 ms
+in total in the forward pass and 40 ms in the backward pass. The prediction is the makespan of the schedule without
+communication time. Torch's own schedules run the same stages on the same ranks.
 
-The benchmark also reports the results for the stages of a real model, a GPT. The step time of real stages also depends
-on cores, caches and the balance of the stages. The prediction uses the time of each stage in the same step.
+The benchmark also reports results for a GPT. The step time of real stages also depends on the cores, the caches and the
+balance of the stages. The prediction for the GPT uses the time of each stage in the same step.
 """
 
 import statistics
@@ -132,7 +132,7 @@ def _torchs(world: World, schedule: str, stages: int, costs: tuple[float, float]
 
 
 def _real(world: World, repeats: int) -> Samples:
-    """Return the measured and predicted times of an eight-block GPT, split into stages with similar parameter counts.
+    """Return measured and predicted step times of an eight-block GPT, split into stages of similar parameter counts.
 
     The prediction uses the measured time of each stage.
     """

@@ -1,4 +1,4 @@
-"""Compare measurements with published measurements. Run `python -m ddp_tutorial reproduce NAME`.
+"""Compare this machine's measurements with published ones. Run `python -m ddp_tutorial reproduce NAME`.
 
 The published numbers are from the README of Forgather's example "DDP Trainer", in which a small transformer trains on
 Tiny Stories on one to four GPUs. The published runs differ in the number of steps and in the global batch size, and
@@ -23,9 +23,9 @@ class Row:
         ranks: The number of ranks.
         baseline: The arm relative to which the speedup is computed.
         published: The published speedup over the published baseline, if there is one.
-        scale: The number of ranks divided by the baseline's number of ranks, or None in a table that does not scale
-            ranks.
-        batch: The global batch size, in a table whose arms do equal work.
+        scale: The number of ranks divided by the baseline's number of ranks, or None if the table does not compare
+            numbers of ranks.
+        batch: The global batch size, from which the table computes the number of steps.
     """
 
     label: str
@@ -44,7 +44,7 @@ class Table:
     Attributes:
         bench: The name of the benchmark.
         rows: The rows.
-        samples: The number of samples for which the table reports steps and time, or None if it does not.
+        samples: The number of samples for which the table reports steps and time, or None if it reports neither.
     """
 
     bench: str
@@ -124,7 +124,7 @@ def _measured(row: Row, arms: dict[str, Any], samples: int | None) -> dict[str, 
 
 
 def as_markdown(result: dict[str, Any]) -> str:
-    """Return the rows of `reproduce` as a Markdown table."""
+    """Return the rows of a `reproduce` report as a Markdown table."""
     rows = result["rows"]
     columns = {
         "configuration": [row["configuration"] for row in rows],
@@ -142,5 +142,5 @@ def as_markdown(result: dict[str, Any]) -> str:
     lines = [list(columns), ["---"] * len(columns), *zip(*columns.values(), strict=True)]
     table = "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
     repeats = next(iter(result["arms"].values()))["repeats"]
-    note = "A speedup is the median of the ratios in the repeats."
+    note = "Each speedup is the median of the per-repeat ratios."
     return f"{table}\n\nMedian of {repeats} repeats; {result['environment'].get('cores', '?')} cores. {note}"

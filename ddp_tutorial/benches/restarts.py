@@ -47,8 +47,8 @@ def measure_restarts(kills: int, seed: int = 0, report: Callable[[str], None] = 
 
     Returns:
         The report. `in_saving` counts the kills during a save. `attempts` counts all attempts, including the
-        uninterrupted run. `rejoined` counts the attempts after a kill in which all ranks joined. `seconds` is the
-        median time from a kill until all ranks of the next attempt have joined. `bit_equal` is whether the weights,
+        uninterrupted run. `rejoined` counts the kills after which all ranks joined the next attempt. `seconds` is the
+        median time from a kill until all ranks of the next attempt have joined. `bit_equal` is true if the weights,
         losses and gradient norms of every run are identical to those of the uninterrupted run. `leftover_processes` is
         the number of processes still running after the runs.
     """
@@ -97,7 +97,7 @@ def is_good(result: Mapping[str, Any]) -> bool:
 def describe(result: Mapping[str, Any]) -> str:
     """Return a report as text."""
     names = ("kills", "in_saving", "attempts", "runs", "bit_equal", "leftover_processes")
-    return ", ".join(f"{name} = {result[name]}" for name in names) + f", median restart {result['seconds']} s"
+    return ", ".join(f"{name} = {result[name]}" for name in names) + f", median restart time {result['seconds']} s"
 
 
 def torchrun(name: str, planned_kills: Sequence[tuple[int, int]]) -> Path:

@@ -58,7 +58,7 @@ def empty(folder: Path) -> None:
 
 
 def limit_files(nbytes: int) -> None:
-    """Limit the size of all files that this process writes.
+    """Limit the size of each file that this process writes.
 
     A write stops at the limit, and the next write fails.
     """

@@ -1,4 +1,4 @@
-"""Compare the speed of the sources in training, in reading without training, and in resuming far into the data."""
+"""Compare the data sources' speed in training, in reading without training, and in resuming far into the data."""
 
 import tempfile
 import time
@@ -28,7 +28,7 @@ BATCH = 16  # global batch size
 SAMPLES = 20_000
 _TURNS, _STEPS = 4, 10  # turns per arm per repeat, and steps per turn
 _LOADED = 2_000  # samples that a loader reads per turn
-ROWS = 1_200_000  # in the files for the resume test
+ROWS = 1_200_000  # rows in all files that the resume arm reads
 
 KINDS = ["sharded", "dispatched", "streamed", "fast_stream"]
 
@@ -77,7 +77,7 @@ _PARTS = {"wait": "data", "compute": "compute", "sync": "sync"}
 def _load(world: World, folder: str, repeats: int) -> Samples:
     """Return the samples per second of each source without a model. Collective.
 
-    `iterable` is a stream of `datasets` in torch's DataLoader, as in the `datasets` documentation.
+    The arm `iterable` reads a stream from `datasets` with torch's DataLoader, as in the `datasets` documentation.
     """
     with chdir(folder):
         sources, iterable = _sources(world), _iterable(world)

@@ -35,8 +35,8 @@ def gpt_step(
 ) -> TrainStep:
     """Return a training step of a GPT on the samples of `source`.
 
-    The gradients are averaged over `team`, which may differ from the world that shards the samples. In a team of one,
-    a rank trains on its shard like an independent process.
+    The gradients are averaged over `team`, which may differ from the world that shards the samples. If the team is a
+    single rank, the rank trains on its shard like an independent process.
 
     Args:
         source: The source of the samples.

@@ -315,8 +315,8 @@ class Checkpointer:
         if not isinstance(thing, Reshardable):
             raise CheckpointError(
                 f"component {name!r} is {stored.shared}: {folder} contains the states of {manifest.world_size} ranks, "
-                f"which cannot be loaded on {self.world.size}. To resume without it, set resume_without=[{name}], or "
-                f"pass exclude=[{name!r}] to Checkpointer.load"
+                f"which cannot be loaded on {self.world.size} ranks. To resume without it, set resume_without="
+                f"[{name}], or pass exclude=[{name!r}] to Checkpointer.load"
             )
         states = self._states(folder, stored, range(len(stored.files)))
         return partial(thing.load_resharded, states, manifest.step)
@@ -439,7 +439,7 @@ class _Writer:
             raise self.error
 
     def _require_files(self, files_of_ranks: list[dict[str, list[StoredFile]]]) -> None:
-        """Raise an error if this rank does not see a file that any rank has written.
+        """Raise an error unless this rank sees all files that the ranks have written.
 
         Raises:
             CheckpointError: If a file is missing or has a different size.

@@ -11,7 +11,7 @@ from ddp_tutorial.checkpoint.storage import read_state
 
 
 def compare(first: Path, second: Path) -> dict[str, str]:
-    """Return the differences between two checkpoints in settings, files, and values.
+    """Return the differences between the settings, files, and values of two checkpoints.
 
     Args:
         first: The folder of a checkpoint.

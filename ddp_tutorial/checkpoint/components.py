@@ -203,5 +203,5 @@ class RandomState:
             CheckpointError: If there is no `reseed` function.
         """
         if self.reseed is None:
-            raise CheckpointError("RandomState requires 'reseed' to load a checkpoint of a different number of ranks")
+            raise CheckpointError("RandomState requires 'reseed' to load a checkpoint from a different number of ranks")
         self.reseed(step)

@@ -37,7 +37,7 @@ def assert_replicated(world: World, name: str, state: Any, span: int, check: Che
 
 
 def named_leaves(name: str, value: Any) -> Iterator[tuple[str, Any]]:
-    """Yield every value inside nested dicts, lists, and tuples with its path.
+    """Yield the path and the value of each leaf in nested dicts, lists, and tuples.
 
     A path looks like `optimizer['state'][0]['exp_avg']`.
     """

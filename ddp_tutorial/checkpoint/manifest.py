@@ -1,11 +1,11 @@
-"""Define the layout of a checkpoint on disk, which is a folder with a manifest. This module does not import torch.
+"""Define the layout of a checkpoint folder and its manifest. This module does not import torch.
 
     runs/NAME/checkpoints/step_00000050/
         model.safetensors  optimizer.pt  rng.rank_0.pt  rng.rank_1.pt ...
         manifest.json      step, world size, versions, config, and the size and SHA-256 of each file
 
 A checkpoint is written to a temporary folder. The folder is renamed after all files have been flushed to disk. The
-manifest is written last. Therefore, a folder with this name and a manifest is complete. `verify` checks whether the
+manifest is written last. Therefore, a renamed folder with a manifest is complete. `verify` checks whether the
 files have been damaged since the save.
 """
 
@@ -133,7 +133,7 @@ def _has_manifest(folder: Path) -> bool:
 
 
 def recover_all(parent: Path) -> None:
-    """Remove unfinished checkpoints of a killed process from `parent`, and complete its interrupted replacements.
+    """Remove a killed process's unfinished checkpoints from `parent`, and finish or undo its interrupted replacements.
 
     Call this function only if no other process is saving to `parent`.
     """
@@ -192,7 +192,7 @@ def _parsed(content: bytes, folder: Path) -> Manifest:
         first = error.errors()[0]
         raise ValueError(f"{'.'.join(map(str, first['loc']))}: {first['msg']}") from None
     if outside := [file.path for file in manifest.files if not _is_inside(folder, file.path)]:
-        raise ValueError(f"it lists a file outside its folder, {outside[0]!r}")
+        raise ValueError(f"it lists {outside[0]!r}, which is outside the folder")
     return manifest
 
 

@@ -79,9 +79,9 @@ class ResumePoint:
 def find_resume_point(
     world: World, run: Path, resume: str, config: Mapping[str, Any], allow: Sequence[str] = (), *, shared: bool = True
 ) -> ResumePoint:
-    """Find the checkpoint to resume from, on rank 0. Collective.
+    """Find the checkpoint to resume from. Collective.
 
-    The function only reads files, so rejecting a checkpoint has no side effects.
+    Rank 0 selects the checkpoint. The function only reads files, so rejecting a checkpoint has no side effects.
 
     Args:
         world: The ranks of the run.
@@ -112,7 +112,7 @@ def find_resume_point(
 def _require_newest(world: World, run: Path) -> None:
     """Raise an error on all ranks if a rank's disk contains a newer checkpoint of `run` than rank 0's. Collective.
 
-    In that case, rank 0 previously ran on that rank's host, and resuming here would repeat completed steps.
+    In that case, rank 0 previously ran on that rank's host. Resuming from rank 0's disk would repeat completed steps.
 
     Raises:
         ConfigError: If a rank has a newer checkpoint than rank 0.
@@ -182,7 +182,7 @@ def _require_same_settings(
     changed = differences(before, config).items()
     differing = {key: values for key, values in changed if not _covers((*_FREE, *allow), key)}
     if differing:
-        changes = "; ".join(f"{key} was {old!r}, is {new!r}" for key, (old, new) in differing.items())
+        changes = "; ".join(f"{key} was {old!r}, is now {new!r}" for key, (old, new) in differing.items())
         raise ConfigError(
             f"{folder} was created with different settings: {changes}. Use the same settings, or allow the changes "
             f"with resume_allow=[{', '.join(differing)}]"

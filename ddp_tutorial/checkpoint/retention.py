@@ -96,5 +96,5 @@ class Retention:
         try:
             self.record_valid(path, read_verified(path).metrics)
         except CheckpointError as error:
-            LOG.warning("a damaged checkpoint is kept, in addition to keep_last: %s", error)
+            LOG.warning("a damaged checkpoint is kept, and does not count toward keep_last: %s", error)
             self._damaged.add(path)

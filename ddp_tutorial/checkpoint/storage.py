@@ -1,8 +1,8 @@
 """Write the state of a component to files, and read it back.
 
 A flat dict of tensors is written as a safetensors file. Any other state is written as a `.pt` file of plain values,
-which torch loads without executing code. Sharded tensors are written and read by torch's distributed checkpoint, in its
-own format or as safetensors.
+which torch loads without executing code. Torch's distributed checkpoint writes and reads sharded tensors as safetensors
+files.
 """
 
 import warnings
@@ -89,7 +89,7 @@ def _without_aliases(state: State) -> tuple[dict[str, torch.Tensor], dict[str, s
 
 
 def read_state(path: Path) -> State:
-    """Return the state in a file that `write_state` wrote, on the CPU.
+    """Return the state from a file that `write_state` wrote. The tensors are on the CPU.
 
     Raises:
         CheckpointError: If the file cannot be read.

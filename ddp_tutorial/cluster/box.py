@@ -5,8 +5,8 @@ exits. `Cluster` starts the box and sends requests over a socket, one at a time.
 the child process enters a host's namespaces. The box exits when the parent closes its end of the socket or is killed.
 
 A request is one packet, which the kernel sends completely or not at all, even if the sender is interrupted. A packet
-contains up to 128 KiB. An environment can exceed this limit, so the arguments are stored in an in-memory file that is
-passed with the packet.
+can contain up to 128 KiB. An environment can exceed this limit, so the arguments are stored in an in-memory file that
+is passed with the packet.
 """
 
 import errno
@@ -100,7 +100,7 @@ class Box:
         except ConfigError as refused:
             error = ConfigError(str(refused)[:_LONGEST_ERROR])
         except Exception as failed:
-            error = FailedError(f"the cluster cannot {name}: {type(failed).__name__}: {failed}"[:_LONGEST_ERROR])
+            error = FailedError(f"cluster request '{name}' failed: {type(failed).__name__}: {failed}"[:_LONGEST_ERROR])
         finally:
             for fd in fds:
                 os.close(fd)

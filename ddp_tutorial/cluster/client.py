@@ -125,7 +125,7 @@ class BoxClient:
         """Send a request, and return the reply.
 
         If the caller is interrupted while waiting, the box still completes the request. The next call of `ask` discards
-        the reply to the interrupted request. If the discarded reply reports a new process, the process is killed.
+        the reply to the interrupted request. If the discarded reply reports a new process, that process is killed.
 
         Args:
             name: Name of the request. The box calls its method `do_NAME`.

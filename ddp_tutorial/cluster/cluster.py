@@ -70,14 +70,14 @@ class Cluster:
                 cluster. To get the reason without an error, call `unsupported_reason()`.
         """
         if not isinstance(nodes, int) or isinstance(nodes, bool) or not 1 <= nodes <= network.MOST_NODES:
-            raise ConfigError(f"nodes must be an integer from 1 to {network.MOST_NODES}, got {nodes!r}")
+            raise ConfigError(f"'nodes' must be an integer from 1 to {network.MOST_NODES}, got {nodes!r}")
         if rate is not None:
             network.bits_per_second(rate)
         self._delay = parse_delay(delay) if delay is not None else 0.0
         if delay is not None:
             network.check_delayed(nodes, rate)
         if not Path(folder).is_dir():
-            raise ConfigError(f"folder must be an existing directory, got {str(folder)!r}")
+            raise ConfigError(f"'folder' must be an existing directory, got {str(folder)!r}")
         self.rate, self.delay = rate, delay
         self.names = [network.name_of(node) for node in range(nodes)]
         self.addresses = [network.address_of(node) for node in range(nodes)]
@@ -162,7 +162,7 @@ class Cluster:
         timeout: float | None = None,
         line: Callable[[str, str], None] | None = None,
     ) -> list[CommandResult]:
-        """Run a command on every node, and wait for all of them.
+        """Run a command on every node, and wait until all commands have exited.
 
         Args:
             *argv: Command and arguments.
@@ -293,7 +293,7 @@ class Cluster:
         self._box.ask("signal", number, int(signalled))
 
     def pid_of(self, number: int) -> int | None:
-        """Return the process ID that a process started by `fork` has outside the cluster.
+        """Return the process ID, as seen outside the cluster, of a process that `fork` started.
 
         Returns:
             The process ID, or None if the process has exited.
@@ -337,7 +337,7 @@ class Cluster:
             network.bits_per_second(rate)
         if self.delay is not None:
             network.check_delayed(len(self), rate)
-        before, self.rate = self.rate, rate  # the box sets the rate even if an interrupt arrives first
+        before, self.rate = self.rate, rate  # the box sets the rate even if an interrupt arrives before its reply
         try:
             self._box.ask("set_rate", rate)
         except ConfigError:
@@ -376,7 +376,7 @@ class Cluster:
 
     def _check(self, node: int) -> None:
         if not isinstance(node, int) or not 0 <= node < len(self):
-            raise ConfigError(f"node must be between 0 and {len(self) - 1}, got {node!r}")
+            raise ConfigError(f"'node' must be between 0 and {len(self) - 1}, got {node!r}")
 
 
 def unsupported_reason(delay: str | None = None) -> str:

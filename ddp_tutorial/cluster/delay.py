@@ -10,9 +10,9 @@ netem for delays, but some kernels do not include netem. Almost all kernels incl
 writes frames in the kernel's own format, in which a frame contains several packets with incomplete checksums. A frame
 therefore costs about 20 us of CPU time, regardless of its size.
 
-With sufficient permissions (root), the process runs with real-time priority (SCHED_FIFO). Without this priority, the
-process would compete with the ranks for a core, and the network would slow down while the ranks compute. `bench
-cluster` compares the times of all-reduces of 1 kB to 16 MB with predictions from the rate and the delay.
+As root, the process runs with real-time priority (SCHED_FIFO). Otherwise, it competes with the ranks for a core, and
+the network slows down while the ranks compute. `bench cluster` compares the times of all-reduces of 1 kB to 16 MB with
+predictions from the rate and the delay.
 """
 
 import ctypes
@@ -34,19 +34,18 @@ WIRE = "wire"
 _DEVICE = "/dev/net/tun"
 _TUNSETIFF, _TUNSETOFFLOAD = 0x400454CA, 0x400454D0  # <linux/if_tun.h>
 _TAP, _NO_INFO, _WITH_HEADER = 0x0002, 0x1000, 0x4000  # frames with a virtio header, which describes segmentation
-_CHECKSUMS, _TCP4, _TCP6 = 1, 2, 4  # work that a frame may leave to the receiver
+_CHECKSUMS, _TCP4, _TCP6 = 1, 2, 4  # work that the sender of a frame may leave to the receiver
 _LARGEST = 66_000  # maximum size of a frame in bytes, including its header
 _AT_ONCE = 16  # maximum number of frames to read before due frames are written
 _TIMER_SLACK = 29  # <sys/prctl.h>
 _UNITS = {"us": 1e-6, "ms": 1e-3, "s": 1.0}
 _LONGEST = 10.0  # seconds
 
-# Time that a frame spends in the device and the process in addition to the hold time. It is subtracted from the hold
-# time. In a measurement, a 1 kB all-reduce, which sends four messages in sequence, took four delays plus 0.19 ms longer
-# than without a delay.
+# Time that a frame spends in the device and the process, which is subtracted from the hold time. In a measurement, a
+# 1 kB all-reduce (four messages in sequence) took four delays plus 0.19 ms longer than without a delay.
 _ON_THE_WAY = 50e-6  # seconds
 
-# Throughput that the process sustained, with a margin, on a busy two-core machine.
+# Throughput that the process sustained on a busy two-core machine, minus a margin.
 MOST_FRAMES = 15_000  # per second, from all hosts together
 MOST_BITS = 2e9
 
@@ -59,19 +58,18 @@ def parse_delay(delay: str) -> float:
     """
     found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(us|ms|s)", str(delay).strip().lower())
     if found is None:
-        raise ConfigError(f"delay must be a number with a unit (us, ms or s), such as '0.5ms', got {delay!r}")
+        raise ConfigError(f"'delay' must be a number with a unit (us, ms or s), such as '0.5ms', got {delay!r}")
     seconds = float(found[1]) * _UNITS[found[2]]
     if not 0 < seconds <= _LONGEST:
-        raise ConfigError(f"delay must be above 0 and at most {_LONGEST:g}s, got {delay!r}. For no delay, omit it")
+        raise ConfigError(
+            f"'delay' must be above 0 and at most {_LONGEST:g}s, got {delay!r}. To disable the delay, omit 'delay'"
+        )
     return seconds
 
 
 def open_wire() -> int:
-    """Create the TAP device `wire`, and return the file that reads and writes its frames.
-
-    The device disappears when the file is closed.
-    """
-    with refusals(f"a delay is not available: the kernel refuses a TAP device, {_DEVICE}"):
+    """Create the TAP device `wire`, and return its file descriptor. Closing the descriptor removes the device."""
+    with refusals(f"a delay is not available: the kernel does not permit the TAP device {_DEVICE}"):
         wire = os.open(_DEVICE, os.O_RDWR | os.O_NONBLOCK | os.O_CLOEXEC)
         flags = _TAP | _NO_INFO | _WITH_HEADER
         fcntl.ioctl(wire, _TUNSETIFF, struct.pack("16sH22x", WIRE.encode(), flags))

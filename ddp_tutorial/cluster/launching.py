@@ -104,7 +104,7 @@ class HostedRanks:
             wait(
                 self._ranks, timeout, until=lambda: any(rank.code for rank in self._ranks if rank.node not in self._off)
             )
-            with suppress(TimeoutError):  # after a silent loss of a host, the other ranks wait in a collective
+            with suppress(TimeoutError):  # if a host is lost without notification, the other ranks wait in a collective
                 wait(self._ranks, _GRACE_SECONDS + (collective_timeout if self._off else 0))
         except TimeoutError:
             printed = "\n".join(rank.output for rank in self._ranks)

@@ -8,7 +8,7 @@ r"""Create hosts and a network between them. Each host is a Linux network namesp
 
 A token bucket (tbf, see tc-tbf(8)) at each end of a pair limits the rate of the packets that leave or enter a host. A
 host therefore sends at most at `rate` and receives at most at `rate`, as with a network card and a switch of that
-speed. To add a delay, the kernel redirects frames that enter the bridge through a process; see `delay`.
+speed. If there is a delay, the kernel redirects frames that enter the bridge to a process; see `delay`.
 
 This module's functions must be called inside namespaces in which the caller has all privileges; see `box`.
 """
@@ -67,11 +67,11 @@ def bits_per_second(rate: str) -> float:
     """
     found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([kmg]bit)", str(rate).strip().lower())
     if found is None:
-        raise ConfigError(f"rate must be a number with a unit (kbit, mbit or gbit), such as '1gbit', got {rate!r}")
+        raise ConfigError(f"'rate' must be a number with a unit (kbit, mbit or gbit), such as '1gbit', got {rate!r}")
     bits = float(found[1]) * _UNITS[found[2]]
     if not 8e3 <= bits <= _FASTEST:
         raise ConfigError(
-            f"rate must be between 8kbit and {_FASTEST / 1e9:.0f}gbit, got {rate!r}. Omit it for no limit"
+            f"'rate' must be between 8kbit and {_FASTEST / 1e9:.0f}gbit, got {rate!r}. For unlimited links, omit 'rate'"
         )
     return bits
 
@@ -96,7 +96,7 @@ def check_delayed(nodes: int, rate: str | None) -> None:
     if nodes / _FRAME_SECONDS > MOST_FRAMES:  # limit the number of small frames through a lower rate
         most = min(most, MOST_FRAMES * _SMALLEST_FRAME * 8 / nodes)
     if bits > most:
-        found = f"rate={rate!r}" if rate else "no rate"
+        found = f"{rate!r}" if rate else "no limit"
         raise ConfigError(
             f"with a delay, the rate of {nodes} nodes must be at most '{most / 1e6:.0f}mbit', got {found}. A single "
             "process delays all frames"
@@ -135,7 +135,7 @@ class Network:
         self.uts = os.open("/proc/self/ns/uts", os.O_RDONLY)
         _write_hosts([(address_of(node), name_of(node)) for node in range(nodes)])
         with _rtnl() as kernel:
-            with refusals("the cluster cannot be started: the kernel refuses a bridge"):
+            with refusals("the cluster cannot be started: the kernel does not permit a bridge"):
                 kernel.link("add", ifname="bridge", kind="bridge", br_stp_state=0)
             self.bridge = _index(kernel, "bridge")
             _quiet_ipv6()
@@ -151,7 +151,7 @@ class Network:
         _libc("setns", self.uts, 0)
         port = f"port{node}"
         peer = {"ifname": "eth0", "net_ns_fd": net}
-        with refusals("the cluster cannot be started: the kernel refuses a veth pair"):
+        with refusals("the cluster cannot be started: the kernel does not permit a veth pair"):
             kernel.link("add", ifname=port, kind="veth", peer=peer)
         index = _index(kernel, port)
         kernel.link("set", index=index, master=self.bridge, state="up")
@@ -189,11 +189,11 @@ class Network:
             kernel.brport("set", index=index, learning=0)
             for host in self.hosts:
                 kernel.fdb("replace", ifindex=host.port, lladdr=host.mac, state="noarp")
-                with refusals("a delay is not available: the kernel refuses an ingress filter"):
+                with refusals("a delay is not available: the kernel does not permit an ingress filter"):
                     kernel.tc("add", "ingress", index=host.port)
                 action = {"kind": "mirred", "direction": "egress", "action": "redirect", "ifindex": index}
                 everything = {"keys": ["0x0/0x0+0"], "protocol": _ALL_PROTOCOLS, "parent": _INGRESS, "prio": 1}
-                with refusals("a delay is not available: the kernel refuses a redirection (u32 and mirred)"):
+                with refusals("a delay is not available: the kernel does not permit a redirection (u32 and mirred)"):
                     kernel.tc("add-filter", "u32", index=host.port, target=1, action=action, **everything)
         return wire
 
@@ -205,7 +205,7 @@ class Network:
         burst = larger * _bucket(rate, self.frame_seconds)
         # Segmenting a frame that is larger than the bucket is expensive, so the sender's frame size is limited.
         kernel.link("set", index=index, gso_max_size=_largest_frame(rate, self.frame_seconds))
-        with refusals("the cluster cannot be started: the kernel refuses a token bucket (tbf)"):
+        with refusals("the cluster cannot be started: the kernel does not permit a token bucket (tbf)"):
             kernel.tc("replace", "tbf", index=index, rate=rate, burst=burst, limit=_QUEUE)
 
     def set_rate(self, rate: str | None) -> None:
@@ -244,7 +244,7 @@ class Network:
 
 def _libc(name: str, *args: int | bytes | None) -> None:
     libc = ctypes.CDLL(None, use_errno=True)
-    with refusals(f"the cluster cannot be started: the kernel refuses {name}"):
+    with refusals(f"the cluster cannot be started: the kernel does not permit the call to {name}"):
         if getattr(libc, name)(*args) != 0:
             raise OSError(number := ctypes.get_errno(), os.strerror(number), name)
 

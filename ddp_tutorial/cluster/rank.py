@@ -1,4 +1,4 @@
-"""Run a rank on a host of a cluster. The rank is forked from the box process, which has already imported torch."""
+"""Run a rank on a cluster host. The rank is forked from the box process, which has already imported torch."""
 
 import gc
 import io
@@ -19,7 +19,7 @@ UP = b"\1"
 
 import_dynamo()
 gc.collect()
-gc.freeze()  # forked ranks share the current objects until a process modifies them
+gc.freeze()  # forked ranks share the memory of the current objects until a process writes to it
 
 
 def call_here(call: int, result: int) -> None:
@@ -35,7 +35,7 @@ def call_here(call: int, result: int) -> None:
             stream.reconfigure(line_buffering=True)
     outcome: tuple[str, object]
     try:
-        # `pread`, because the ranks share the file offset
+        # `pread` is used because the ranks share the file offset
         threads, timeout, sent = pickle.loads(os.pread(call, os.fstat(call).st_size, 0))
         torch.set_num_threads(threads)
         fn, args = pickle.loads(sent)

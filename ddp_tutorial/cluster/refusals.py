@@ -30,7 +30,7 @@ def refusals(what: str) -> Iterator[None]:
     Other errors, such as a `TypeError` after an upgrade, are not converted, because they indicate a defect.
 
     Args:
-        what: Beginning of the error message, such as "the cluster cannot be started: the kernel refuses a bridge".
+        what: Start of the error message, such as "the cluster cannot be started: the kernel does not permit a bridge".
     """
     try:
         yield

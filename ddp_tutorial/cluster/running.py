@@ -196,7 +196,7 @@ class Runner:
                 started.append(begin(number))
         except BaseException:
             self.end(started)
-            self._box.ask("hello")  # also kills a process whose reply was interrupted
+            self._box.ask("hello")  # also kills a process that an interrupted request has started
             raise
         return started
 

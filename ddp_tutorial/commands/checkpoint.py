@@ -72,7 +72,7 @@ def _line(row: dict[str, Any]) -> str:
 @_a_path
 @_as_json
 def checkpoint_inspect(path: Path, as_json: bool) -> None:
-    """Show a checkpoint's components, their distribution over ranks, their files, and the versions.
+    """Show a checkpoint's components, their distribution over ranks, their files, and the library versions.
 
     If PATH is a run, the command shows the newest checkpoint.
     """

@@ -33,7 +33,7 @@ _open = click.option("-e", "--open", "opens", is_flag=True, help="Open the figur
 
 
 def _chosen(names: tuple[str, ...], everything: bool) -> list[Path]:
-    """Return the named runs' folders without duplicates. Without names, return the newest run's folder, or all folders.
+    """Return the named runs' folders without duplicates. Without names, return the newest run, or all with --all.
 
     Existing files and folders that are not runs are skipped, and their number is reported, because the pattern `runs/*`
     also matches figures, caches and sweeps.
@@ -143,7 +143,7 @@ def _when(began: float) -> str:
 # ------------------------------------------------------------------------------------------------------------- summary
 
 
-_BASELINE = "Run to compare the throughput with.  [default: the run with the fewest ranks that does the same work]"
+_BASELINE = "Baseline for the throughput.  [default: among runs with the same work, the run with the fewest ranks]"
 
 
 @logs.command("summary")
@@ -185,7 +185,7 @@ def summary(runs: tuple[str, ...], everything: bool, form: str, baseline: str | 
 
 
 def _speedups(summaries: list["Summary"], name: str | None) -> list["Speedup"]:
-    """Return each run's speedup over the named or default baseline. Report runs that are not comparable with it."""
+    """Return each run's speedup over the named or default baseline. Report the runs that are not comparable."""
     from ddp_tutorial.runs.speedup import default_baseline, not_comparable, require_throughput, speedup
     from ddp_tutorial.runs.summaries import find_run, summarize
 
@@ -340,7 +340,7 @@ def _source(config: dict[str, Any]) -> str | None:
 
 
 def _get(config: dict[str, Any], name: str) -> Any:
-    """Return a setting by its dotted name, or None if the config of an older version does not contain it."""
+    """Return a setting by its dotted name, or None if the config does not contain the setting."""
     value: Any = config
     for part in name.split("."):
         value = value.get(part) if isinstance(value, dict) else None
@@ -422,9 +422,9 @@ def _memory(run: "Summary") -> str | None:
     type=click.IntRange(min=1),
     default=1,
     show_default=True,
-    help="Draw the running mean of this many values over the pale original values.",
+    help="Number of values in the running mean, which is drawn over the pale original values.",
 )
-@click.option("--compare", is_flag=True, help="Draw all runs on the same axes, with the settings in which they differ.")
+@click.option("--compare", is_flag=True, help="Draw all runs on the same axes, and list the settings that differ.")
 @click.option("--loss-curves", "with_losses", is_flag=True, help="Draw a panel with training and validation loss.")
 @click.option(
     "-o", "--output", type=click.Path(dir_okay=False, path_type=Path), help="Output file: .png, .svg or .pdf."
@@ -451,9 +451,9 @@ def plot(
 
     endings = [".png", ".svg", ".pdf"]
     if output is not None and output.suffix not in endings:
-        raise ConfigError(f"the extension of '-o' must be one of {', '.join(endings)}, got {output}")
+        raise ConfigError(f"'-o' must end in one of {', '.join(endings)}, got {output}")
     if output is not None and not output.parent.is_dir():
-        raise ConfigError(f"the folder {str(output.parent)!r} of '-o' {output} does not exist")
+        raise ConfigError(f"the folder {str(output.parent)!r} for '-o' {output} does not exist")
     folders = _chosen(runs, everything)
 
     require_package("matplotlib", "notebooks")
@@ -474,7 +474,7 @@ def plot(
 
 
 def _announce(path: Path, opens: bool) -> None:
-    """Print the path of a figure. If `opens` is true, open it in $BROWSER or in the desktop's default program."""
+    """Print the path of a figure. If `opens` is true, open the figure in $BROWSER or the desktop's default program."""
     import webbrowser
 
     click.echo(str(path))
@@ -537,10 +537,10 @@ def draw_timeline(run: str, opens: bool) -> None:
     type=click.IntRange(min=0),
     default=10,
     show_default=True,
-    help="Number of last lines to print first.",
+    help="Number of existing lines to print first.",
 )
 @click.option("--rank", type=click.IntRange(min=0), default=0, show_default=True)
-@click.option("--metrics", is_flag=True, help="Follow the metrics of the steps instead.")
+@click.option("--metrics", is_flag=True, help="Follow the step metrics instead of the log.")
 @click.option("-e", "--edit", is_flag=True, help="Open the file in $VISUAL or $EDITOR instead of following it.")
 def tail(run: str, count: int, rank: int, metrics: bool, edit: bool) -> None:
     """Follow the log of one rank until the run has exited.

@@ -8,7 +8,7 @@ import click
 from ddp_tutorial.commands import a_run, runs_dir
 
 _best = click.option(
-    "--best", is_flag=True, help="Use the best weights, which best_model=true keeps, instead of the last."
+    "--best", is_flag=True, help="Use the best weights, saved by best_model=true, instead of the final weights."
 )
 
 
@@ -17,7 +17,7 @@ _best = click.option(
 @a_run
 @_best
 @click.option(
-    "--samples", type=click.IntRange(min=1), help="Number of validation samples.  [default: that of training]"
+    "--samples", type=click.IntRange(min=1), help="Number of validation samples.  [default: the run's eval_samples]"
 )
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 def evaluate(run: str, best: bool, samples: int | None, as_json: bool) -> None:
@@ -65,7 +65,7 @@ def sample(run: str, best: bool, prompt: str, length: int, temperature: float, s
 def export(run: str, folder: Path, best: bool) -> None:
     """Write RUN's model to a new FOLDER, as safetensors and JSON.
 
-    GPT.from_pretrained(FOLDER) loads it.
+    GPT.from_pretrained(FOLDER) loads the model.
     """
     from ddp_tutorial.runs.summaries import find_run
     from ddp_tutorial.training.export import export as write

@@ -16,7 +16,7 @@ from ddp_tutorial.planning.transformer import MODELS, Transformer
 
 
 def _by_option(presets: Iterable[str]) -> dict[str, str]:
-    """Return a dict from command-line name to preset name, such as "dgx-h100" to "DGX H100"."""
+    """Return a dict that maps command-line names to preset names, such as "dgx-h100" to "DGX H100"."""
     return {name.lower().replace(",", "").replace("/", "-").replace(" ", "-"): name for name in presets}
 
 
@@ -29,7 +29,7 @@ _MODELS, _DEVICES, _NETWORKS = _by_option(MODELS), _by_option(DEVICES), _by_opti
 @click.option("--devices", type=click.IntRange(min=1), default=8, show_default=True, help="Number of devices.")
 @click.option("--device", type=click.Choice(list(_DEVICES)), default="h100", show_default=True, help="Kind of device.")
 @click.option("--network", type=click.Choice(list(_NETWORKS)), default="dgx-h100", show_default=True, help="Network.")
-@click.option("--node-gbit", type=click.FloatRange(min=0, min_open=True), help="Gbit/s of a node's network cards.")
+@click.option("--node-gbit", type=click.FloatRange(min=0, min_open=True), help="Network bandwidth per node in Gbit/s.")
 @click.option(
     "--batch",
     type=click.FloatRange(min=1),
@@ -37,8 +37,8 @@ _MODELS, _DEVICES, _NETWORKS = _by_option(MODELS), _by_option(DEVICES), _by_opti
     show_default="4194304",
     help="Global batch size in tokens; a plan may differ from it by 10 %.",
 )
-@click.option("--tokens", type=click.FloatRange(min=1), help="Tokens of the run, for its time and cost.")
-@click.option("--price", type=click.FloatRange(min=0), default=0.0, help="Price of a device hour, for the cost.")
+@click.option("--tokens", type=click.FloatRange(min=1), help="Number of training tokens, to compute time and cost.")
+@click.option("--price", type=click.FloatRange(min=0), default=0.0, help="Price per device hour, to compute the cost.")
 @click.option("--top", type=click.IntRange(min=1), default=12, show_default=True, help="Number of plans to print.")
 @click.option("--published", is_flag=True, help="Compare the predictions with published runs instead.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
@@ -56,7 +56,7 @@ def plan(
     published: bool,
     as_json: bool,
 ) -> None:
-    """Predict step time, memory and cost of training MODEL on many devices, for each strategy. The run is not started.
+    """Predict each strategy's step time, memory and cost for MODEL on many devices. The run is not started.
 
     MODEL is one of the models below. SHAPE changes the model, for example layers=48 sequence=8192.
 
@@ -107,14 +107,14 @@ def _model(name: str, shape: Iterable[str]) -> Transformer:
         field, _, text = change.partition("=")
         if field not in names:
             raise ConfigError(
-                f"a shape setting must have the form NAME=VALUE, with NAME one of {', '.join(names)}, got {change!r}"
+                f"a shape setting must be NAME=VALUE, where NAME is one of {', '.join(names)}, got {change!r}"
             )
         changes[field] = _value(field, text, isinstance(getattr(preset, field), bool))
     model = replace(preset, **changes)
     if model.width % model.heads or model.heads % (model.kv_heads or model.heads):
         raise ConfigError(
-            f"width must be a multiple of heads, and heads must be a multiple of kv_heads, got width={model.width}, "
-            f"heads={model.heads}, kv_heads={model.kv_heads}"
+            f"'width' must be a multiple of 'heads', and 'heads' must be a multiple of 'kv_heads', got "
+            f"width={model.width}, heads={model.heads}, kv_heads={model.kv_heads}"
         )
     return model
 
@@ -126,11 +126,11 @@ def _value(field: str, text: str, is_switch: bool) -> int | bool:
     if not is_switch and text.isdecimal() and int(text) > 0:
         return int(text)
     expected = "true or false" if is_switch else "a whole number of at least 1"
-    raise ConfigError(f"{field} must be {expected}, got {text!r}")
+    raise ConfigError(f"'{field}' must be {expected}, got {text!r}")
 
 
 def _network(name: str, node_gbit: float | None) -> Network:
-    """Return a network with `node_gbit` Gbit/s per node, which the node's devices share."""
+    """Return a network in which the devices of a node share `node_gbit` Gbit/s."""
     network = NETWORKS[name]
     if node_gbit is None:
         return network

@@ -48,7 +48,7 @@ def copy_notebooks(folder: Path) -> None:
         copy_notebooks(folder)
     except FileExistsError as error:
         raise ConfigError(f"{error}; choose a new folder") from None
-    click.echo(f"Open the first one: jupyter lab {shlex.quote(str(folder / 'notebooks' / '00_quickstart.ipynb'))}")
+    click.echo(f"Open the first notebook: jupyter lab {shlex.quote(str(folder / 'notebooks' / '00_quickstart.ipynb'))}")
 
 
 @click.command()

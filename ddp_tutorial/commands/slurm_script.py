@@ -32,7 +32,7 @@ def slurm_script(
     if config.resume not in {"never", "auto"}:
         raise ConfigError(
             f"'resume' must be never or auto for a Slurm job, got {config.resume}: a requeued job would resume from "
-            "that path again. Start the named run by hand, or copy the checkpoint to the named run"
+            "that path again. Start the run with 'train', or copy the checkpoint into the run, and use resume=auto"
         )
     here = ranks_per_node(config.nprocs, config.slurm)
     micro_batches_per_rank(config, config.nprocs)

@@ -30,14 +30,14 @@ class _Sweep(click.Command):
 @click.option(
     "--points", metavar="FILE", type=click.Path(path_type=Path), help="YAML, JSON or CSV file with a list of points."
 )
-@click.option("--repeats", type=click.IntRange(min=1), default=1, show_default=True, help="Runs of each point.")
+@click.option("--repeats", type=click.IntRange(min=1), default=1, show_default=True, help="Number of runs per point.")
 @click.option("--name", default="", help="Directory under runs/sweeps/.  [default: the notebook's name]")
 @click.option(
     "--timeout",
     type=click.FloatRange(min=0, min_open=True),
     default=1800.0,
     show_default=True,
-    help="Seconds per point.",
+    help="Timeout of each point in seconds.",
 )
 @click.option("--dry-run", is_flag=True, help="Print the papermill command of each point, and run nothing.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")

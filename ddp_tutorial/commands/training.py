@@ -27,8 +27,8 @@ if TYPE_CHECKING:
 CHECK_WATCH_SECONDS = 60.0
 _WATCH = "If a rank waits this long in a collective, report where each rank waits."
 _CHECK = "Check each step on all ranks: diverging replicas, NaN, shared samples, leaks, and more. Implies --watch."
-_DEBUG = "Show all log lines, and set the debug variables of PyTorch, NCCL and CUDA that are not set. Slow."
-_DEVICES = "GPUs of the ranks on this machine, one for each rank."
+_DEBUG = "Show all log lines, and set all unset debug variables of PyTorch, NCCL and CUDA. This slows the run."
+_DEVICES = "GPUs for the ranks on this machine, one GPU per rank."
 _FAULT = "Inject a fault, such as 'kill rank=1 step=3', in addition to the config's `faults`. Can be repeated."
 
 
@@ -87,7 +87,7 @@ def train(
     The command starts config.nprocs ranks on this machine. On GPUs, it starts one rank per GPU if nprocs is not set.
     Under torchrun, or srun on Slurm, the command joins the existing world.
 
-    After SIGTERM or SIGUSR1, the run saves a checkpoint after the current step and exits with code 75. The run exits
+    On SIGTERM or SIGUSR1, the run saves a checkpoint after the current step and exits with code 75. The run exits
     immediately if there is nothing to save yet. The command `stop` also stops a run. To resume, rerun the command with
     resume=auto.
 
@@ -108,7 +108,7 @@ def train(
 class DebugOptions:
     """Options for debugging a run. Injected faults are part of the run's config."""
 
-    watch: float | None  # all ranks are inspected after this time in a collective, in seconds
+    watch: float | None  # seconds in a collective after which all ranks are inspected
     check: bool  # whether each step is checked
 
 
@@ -264,7 +264,7 @@ def _summary_line(run: Path, summary: dict[str, Any]) -> str:
 @a_run
 @click.option("--save", is_flag=True, help="Save a checkpoint before the run stops.")
 def stop(run: str, save: bool) -> None:
-    """Stop RUN, a directory or a name under runs/, after its current step."""
+    """Stop a run after its current step. RUN is the run's directory, or its name under runs/."""
     from ddp_tutorial.runs.folder import request_stop
     from ddp_tutorial.runs.summaries import find_run
 

@@ -25,7 +25,7 @@ class CompileConfig(Config):
     dynamic: bool | None = Field(
         None,
         examples=[True],
-        description="Compile for dynamic shapes; by default, from the second shape on. False: once for each shape.",
+        description="Compile for dynamic shapes; by default, from the second shape on. If false, compile each shape.",
     )
 
     @model_validator(mode="after")
@@ -55,7 +55,7 @@ class DDPConfig(Config):
     powersgd_rank: int = Field(2, ge=1, description="Rank of the PowerSGD approximation.")
     static_graph: bool = Field(False, description="Variant torch only: every step uses the same parameters.")
     gradient_as_bucket_view: bool = Field(
-        True, description="Variant torch only: gradients are views of the buckets; always true for bucket."
+        True, description="Variant torch only: gradients are views of the buckets; always true for variant bucket."
     )
     device_ids: list[int] | None = Field(
         None, examples=[[0]], description="Variant torch only: by default, the rank's own GPU."
@@ -64,7 +64,7 @@ class DDPConfig(Config):
         False, description="Variant torch only: two ranks of one Linux machine sum gradients in shared memory."
     )
     simulated_link: LinkConfig | None = Field(
-        None, examples=[{"latency_ms": 0.1}], description="Slow the all-reduces down to a simulated link."
+        None, examples=[{"latency_ms": 0.1}], description="Slow the all-reduces down to the speed of a simulated link."
     )
 
     @model_validator(mode="after")

@@ -131,7 +131,7 @@ class _Factors:
     @torch.no_grad()
     def __init__(self, hook: PowerSGD, bucket: Bucket) -> None:
         self.hook, self.bucket = hook, bucket
-        self.as_they_are: list[torch.Tensor] = []
+        self.uncompressed: list[torch.Tensor] = []
         self.matrices: dict[str, torch.Tensor] = {}
         for name, view in zip(bucket.names, bucket.views, strict=True):
             if hook.is_compressible(view.shape) and not view.is_complex():
@@ -141,15 +141,15 @@ class _Factors:
                 if name not in hook.qs:
                     hook.qs[name] = hook.first_q(name, matrix.shape[1], matrix)
             else:
-                self.as_they_are.append(view)
+                self.uncompressed.append(view)
         self.ps = [matrix @ hook.qs[name].to(matrix) for name, matrix in self.matrices.items()]
-        self.first = torch.cat([tensor.reshape(-1) for tensor in self.ps + self.as_they_are])
+        self.first = torch.cat([tensor.reshape(-1) for tensor in self.ps + self.uncompressed])
         self.pending = hook.link.all_reduce(self.first, bucket.name)
 
     @torch.no_grad()
     def wait(self) -> None:
         self.pending.wait()
-        copy_from_flat(self.first, self.ps + self.as_they_are)
+        copy_from_flat(self.first, self.ps + self.uncompressed)
         if not self.matrices:
             return
         bases = [torch.linalg.qr(p if p.dtype == torch.float64 else p.float()).Q.to(p) for p in self.ps]

@@ -147,8 +147,8 @@ class SimulatedLink:
         self.overruns = 0
         self._free = 0.0  # when the link is free for the next all-reduce, the same on all ranks
         if world.size > 1:
-            # A separate group, because the main thread's collectives could run before the link thread's on one rank
-            # and after them on a different rank.
+            # A separate group, because the main thread's collectives could run before the link thread's collectives on
+            # one rank and after them on a different rank.
             self._group = shared_group(range(world.size), "simulated link", backend="gloo", timeout=world.timeout)
             self._calls = _calls_of("simulated link")
 

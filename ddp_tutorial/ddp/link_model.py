@@ -30,12 +30,12 @@ class LinkModel:
         return rounds * self.latency + nbytes / self.bandwidth
 
     def ring_seconds(self, nbytes: float, size: int) -> float:
-        """Return the time of a ring all-reduce over N = `size` ranks, in 2 (N - 1) rounds of `nbytes` / N bytes."""
+        """Return the seconds for a ring all-reduce over N = `size` ranks: 2 (N - 1) rounds of `nbytes` / N bytes."""
         rounds = 2 * (size - 1)
         return self.seconds(rounds * nbytes / size, rounds)
 
     def tree_seconds(self, nbytes: float, size: int) -> float:
-        """Return the time of a tree all-reduce over N = `size` ranks, in 2 ceil(log2 N) rounds of `nbytes` bytes."""
+        """Return the seconds for a tree all-reduce over N = `size` ranks: 2 ceil(log2 N) rounds of `nbytes` bytes."""
         rounds = 2 * math.ceil(math.log2(size))
         return self.seconds(rounds * nbytes, rounds)
 

@@ -9,8 +9,8 @@ A rank that has waited longer than `FALLBACK_SECONDS` falls back to gloo's all-r
 errors and flight recorder. The other rank detects the fallback when it reaches the same bucket, and also uses gloo. If
 the other rank is still in its backward pass, it waits for the sum before it continues with the next layers.
 
-Steps with 34 kB, 480 kB and 3.3 MB of gradients took 4.5, 15 and 53 ms on two cores, compared with 6.7, 18 and 58 ms
-through gloo (`bench overhead`).
+On two cores, a step with 34 kB of gradients took 4.5 ms, compared with 6.7 ms through gloo. A step with 480 kB took
+15 ms instead of 18 ms, and a step with 3.3 MB took 53 ms instead of 58 ms (`bench overhead`).
 """
 
 import fcntl
@@ -40,7 +40,7 @@ FALLBACK_SECONDS = 0.1  # seconds that a rank waits for the other rank before it
 
 # A rank's memory starts with three numbers that only this rank writes: the last bucket that it has written, the last
 # one that it has summed, and the last one for which it fell back to gloo.
-_WRITTEN, _ADDED, _LEFT = range(3)
+_WRITTEN, _SUMMED, _FELL_BACK = range(3)
 _ALIGNED = 64  # alignment in bytes of those numbers and of each bucket
 
 
@@ -97,8 +97,8 @@ class SharedMemory:
         """Create shared memory for the gradients of `parameters`. Collective.
 
         Returns:
-            The link, or None on all ranks if it is not supported. A link requires two ranks on the CPU of one host, and
-            a system that supports unnamed memory (Linux's memfd).
+            The link, or None on all ranks if it is not supported. A link requires two ranks on the CPU of one host. The
+            system must support unnamed memory (Linux's memfd).
         """
         if world.size != 2 or world.local_size != 2 or world.device.type != "cpu":
             return None
@@ -123,7 +123,7 @@ class SharedMemory:
     def all_reduce(self, tensor: torch.Tensor, name: str = "all-reduce") -> Future[torch.Tensor]:
         """Start summing `tensor` over both ranks, in place. The sum is complete at the end of the backward pass.
 
-        Call this method only during a backward pass. It raises `ValueError` for a sparse tensor.
+        Call this method only during a backward pass. The method raises `ValueError` for a sparse tensor.
         """
         check_dense(name, tensor)
         self._number += 1
@@ -132,7 +132,7 @@ class SharedMemory:
         started = _Sum(self._number, tensor, place, Future(), name, time.monotonic())
         if not self._is_queued:
             # Runs after all layers, and before the callback of DDP, which is queued later and uses the sums. In a
-            # nested backward pass (a reentrant checkpoint) it runs at the end of the inner one.
+            # nested backward pass (a reentrant checkpoint), it runs at the end of the inner pass.
             after_backward(self._finish)
             self._is_queued = True
         if self._write(tensor, place):
@@ -143,11 +143,11 @@ class SharedMemory:
 
     def _write(self, tensor: torch.Tensor, place: slice) -> bool:
         """Write `tensor` to shared memory. Return False if a rank has fallen back to gloo for this bucket."""
-        if not self._comes(_ADDED, self._before, self._number):
+        if not self._wait_for(_SUMMED, self._before, self._number):
             return False
         self._my_bytes[place].view(tensor.dtype).copy_(tensor.view(-1))
         with self._locked():
-            if self._their_numbers[_LEFT] == self._number:
+            if self._their_numbers[_FELL_BACK] == self._number:
                 return False
             self._my_numbers[_WRITTEN] = self._number
         os.eventfd_write(self._their_bell, 1)
@@ -160,7 +160,7 @@ class SharedMemory:
         """
         started, self._started, self._is_queued = self._started, [], False
         for each in started:
-            if self._comes(_WRITTEN, each.number, each.number):
+            if self._wait_for(_WRITTEN, each.number, each.number):
                 mine = each.mine.view(-1)
                 theirs = self._their_bytes[each.place].view(mine.dtype)
                 # Rank 0's operand is first on both ranks, because the sum of two NaNs is the first of them.
@@ -169,7 +169,7 @@ class SharedMemory:
             else:
                 self._add_by_gloo(each)
         with self._locked():
-            self._my_numbers[_ADDED] = self._number
+            self._my_numbers[_SUMMED] = self._number
         os.eventfd_write(self._their_bell, 1)
 
     def _add_by_gloo(self, each: _Sum) -> None:
@@ -181,7 +181,7 @@ class SharedMemory:
             self.observer(Transfer(each.name, each.mine.nbytes, each.issued, each.issued, time.monotonic()))
         each.future.set_result(each.mine)
 
-    def _comes(self, which: int, value: int, number: int) -> bool:
+    def _wait_for(self, which: int, value: int, number: int) -> bool:
         """Wait until the other rank's counter `which` has reached `value`.
 
         Returns:
@@ -197,7 +197,7 @@ class SharedMemory:
                 if self._their_numbers[which] >= value:
                     return True
                 if left <= 0:
-                    self._my_numbers[_LEFT] = number
+                    self._my_numbers[_FELL_BACK] = number
                     return False
             self._bell.poll(left * 1e3)
             with suppress(BlockingIOError):
@@ -245,7 +245,7 @@ def _try_to_lock(file: int) -> bool:
     """
     try:
         fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except (BlockingIOError, PermissionError):  # which of the two depends on the system
+    except (BlockingIOError, PermissionError):  # the error type depends on the system
         return False
     return True
 

@@ -140,9 +140,9 @@ class Recorder:
     def close(self) -> None:
         """Split the time of PyTorch's backward pass into computation and waiting time.
 
-        With PyTorch's DDP, the backward pass returns only after the last all-reduce. The time until the last bucket was
-        issued remains in `backward`. The rest is waiting time. It is recorded as `finish`, the phase in which the other
-        variants wait.
+        With PyTorch's DDP, the backward pass returns only after the last all-reduce. The time until the last
+        all-reduce was issued remains in `backward`. The rest is waiting time, recorded as `finish`, the phase in which
+        the other variants wait.
         """
         for place, span in enumerate(self.spans):
             within = [each for each in self._issued if span.start <= each.issued <= span.end]
@@ -224,7 +224,7 @@ def gather(world: World, recorder: Recorder) -> Timeline:
 def clock_offset(world: World, clock: Callable[[], float] = time.monotonic, rounds: int = 16) -> float:
     """Return the seconds to add to this rank's clock to get rank 0's time. Collective.
 
-    Each rank in turn requests rank 0's time, as in NTP (Mills, 1991), and uses the reply with the shortest round trip.
+    One by one, ranks request rank 0's time, as in NTP (Mills, 1991), and use the reply with the shortest round trip.
     The error is at most half a round trip. On one machine, ranks share a monotonic clock, so the result is about zero.
     """
     require_group(world)

@@ -140,7 +140,7 @@ class DataParallel(ABC):
         gradient for a parameter contributes zeros. If no rank has a gradient, `.grad` is None afterwards.
 
         Raises:
-            RuntimeError: On all ranks, if a parameter has no gradient on some rank and `find_unused_parameters` is
+            RuntimeError: On all ranks, if any rank lacks a gradient for a parameter and `find_unused_parameters` is
                 False. Also raised if parameters were unfrozen, or if a newer wrapper was created.
         """
 
@@ -215,8 +215,8 @@ class NaiveDDP(DataParallel):
         for name, parameter in all_reduce_used(self, self.link):
             check_dense(name, parameter.grad)
             gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
-            # Every rank needs the same layout. Otherwise a gradient in channels_last would be summed with zeros in a
-            # different order of elements.
+            # Every rank needs the same memory layout. Otherwise, a channels_last gradient would be summed with zeros in
+            # a different layout.
             parameter.grad = gradient.contiguous()
             parameter.grad /= self.world.size
             self.link.all_reduce(parameter.grad, name).wait()
@@ -581,7 +581,7 @@ def all_reduce_used(model: DataParallel, link: Link) -> list[tuple[str, nn.Param
     The function runs a single all-reduce of one number per parameter.
 
     Raises:
-        RuntimeError: On all ranks, if a parameter has no gradient on some rank and `find_unused_parameters` is False.
+        RuntimeError: On all ranks, if any rank lacks a gradient for a parameter and `find_unused_parameters` is False.
     """
     model.check()
     mine = [parameter.grad is not None for _, parameter in model.trainable]
@@ -598,7 +598,7 @@ def _unused_error(unused: Mapping[int, Sequence[str]]) -> RuntimeError:
     listed = "; ".join(f"on rank {rank} {', '.join(map(repr, names))}" for rank, names in unused.items() if names)
     return RuntimeError(
         f"parameters that received no gradient: {listed}. The loss does not depend on them. Use them, freeze them with "
-        "requires_grad_(False), or allow it with find_unused_parameters=True."
+        "requires_grad_(False), or allow unused parameters with find_unused_parameters=True."
     )
 
 

@@ -6,15 +6,15 @@
 - `fingerprints` compares collectives before they run.
 - `faults` injects faults, for example a crash or a delay.
 - `checks` runs detectors in any training loop, before each optimizer step.
-- `detector` defines the base class of detectors, and `instrumentation` records the observations of a step.
+- `detector` defines the base class of detectors, and `instrumentation` records data about each step for them.
 
 The detectors are in the following modules:
 
 - `replicas` compares the weights of the ranks.
 - `nonfinite` locates the first NaN or infinity.
-- `spikes` detects sudden jumps of the gradient and a diverging loss.
+- `spikes` detects sudden jumps in the gradient norm, and a diverging loss.
 - `unused` lists parameters without a gradient.
-- `overlap` detects samples and random numbers that several ranks use.
+- `overlap` detects samples and random numbers that more than one rank uses.
 - `pace` detects stragglers and ranks that wait for data.
 - `memory` detects memory leaks.
 

@@ -8,30 +8,30 @@
     checks.findings                           # the warnings
 
 The loop itself does not change. Before each optimizer step, every rank records a few statistics about the step. A
-single all-gather exchanges these statistics after each of the first three steps, and then once per `every` steps
+single all-gather exchanges these statistics in each of the first three steps, and then at an interval of `every` steps
 (default: 20). All ranks evaluate the same statistics, step by step, so either all ranks raise an error or no rank does.
 
 After the first three steps, no rank waits for the all-gather, because the next step evaluates the result. By default,
 the statistics of step 14 are exchanged in step 20. A problem is then reported in step 21, as "step 14: ... (seen in
-step 21)". With `every=1`, the problem is reported in step 14, but the checks cost more. The remaining steps are
-evaluated before a `Trainer` writes its result, and at the end of the block.
+step 21)". With `every=1`, the problem is reported in step 14, but the checks cost more. The remaining
+statistics are evaluated before a `Trainer` writes its result, and at the end of the block.
 
 A non-finite gradient is handled immediately, and no rank updates its weights with that gradient. If the gradient is
 non-finite on all ranks, as is the case after averaging, all ranks raise the error before the update. If the gradient is
 non-finite on some ranks only, these ranks skip their updates until the statistics are exchanged.
 
-The checks use a separate process group. If a rank does not reach the all-gather, the other ranks wait for it in the
-next step, as they would in the backward pass. To find out where each rank waits, use `watching` around the block. If a
+The checks use a separate process group. If a rank does not reach the all-gather, the other ranks wait for that rank in
+the next step, as they would in the backward pass. To find out where each rank waits, wrap the block in `watching`. If a
 rank has left the block, the other ranks report this in the next step.
 
-Expensive comparisons run only occasionally, or after an alarm. `NonFinite` and `ReplicaDrift` document which problems
-are reported later for this reason.
+Expensive comparisons run only occasionally, or after a cheaper check fails. The docstrings of `NonFinite` and
+`ReplicaDrift` describe the problems that are therefore reported late.
 
 Outside the block, no hook is attached, so there is no overhead. Inside the block, the default detectors slowed a step
 of 45 to 52 ms by 1.2 to 2.1 % in five runs (median 1.6 %), and increased the CPU time by 1.3 to 2.5 %. They slowed a
-step of 5 to 7 ms by 9 %. All figures are for two ranks on two cores; the longer step trains 0.8 million parameters. In
-a control comparison without any checks, the times differed by up to 0.8 %, and the times of individual repeats by 2 to
-3 %. `python -m ddp_tutorial bench debug` measures the cost of each detector and of all detectors together.
+step of 5 to 7 ms by 9 %. All figures are for two ranks on two cores; the longer step trains 0.8 million parameters. As
+a control, steps without checks were compared: their times differed by up to 0.8 %, and individual repeats by 2 to 3 %.
+`python -m ddp_tutorial bench debug` measures the cost of each detector and of all detectors together.
 """
 
 import logging
@@ -65,7 +65,7 @@ from ddp_tutorial.world import World, require_group
 
 LOG = logging.getLogger(__name__)
 
-_FIRST = 3  # number of initial steps that each include an exchange, because most bugs appear in them
+_FIRST = 3  # number of initial steps with an exchange in each step; most bugs appear in these steps
 _TIMEOUT = 1.0  # seconds to wait for other ranks at a point that some ranks may never reach
 _FINAL_TIMEOUT = 5.0
 
@@ -89,7 +89,7 @@ class _Sent(NamedTuple):
 
 
 class Checks:
-    """The detectors of one block on one rank. `findings` contains the findings so far."""
+    """The detectors of one `checking` block on one rank. `findings` contains the findings so far."""
 
     def __init__(
         self,
@@ -108,23 +108,23 @@ class Checks:
             ValueError: If `every` is below 1.
         """
         if every < 1:
-            raise ValueError(f"every must be at least 1 step, got {every}")
+            raise ValueError(f"'every' must be at least 1 step, got {every}")
         self.program = Program(world, model, optimizer, after)
         self.detectors, self.strict, self.every = list(detectors), strict, every
         self.findings: list[Finding] = []
         self._store: dist.Store | None = None
-        self._rows: list[list[float]] = []  # per step since the last exchange: step number, local reports
+        self._rows: list[list[float]] = []  # one row per step since the last exchange: its number, the local reports
         self._sent: _Sent | None = None
         self._listening = ExitStack()
         self._first = self.program.step
-        self._hidden: list[tuple[torch.Tensor, torch.Tensor]] = []  # parameters and gradients, hidden
-        self._says = [each for each in detectors if type(each).local_report is not Detector.local_report]
-        self._length = 1 + sum(each.size for each in self._says)
+        self._hidden: list[tuple[torch.Tensor, torch.Tensor]] = []  # parameters, each with its hidden gradient
+        self._reporting = [each for each in detectors if type(each).local_report is not Detector.local_report]
+        self._length = 1 + sum(each.size for each in self._reporting)
         self._ends, self._is_over = 0, False
         self._updates = [each for each in detectors if type(each).after_update is not Detector.after_update]
         begins = [each for each in detectors if type(each).before_forward is not Detector.before_forward]
         ends = [each for each in detectors if type(each).after_forward is not Detector.after_forward]
-        self._taps = Instrumentation(
+        self._instrumentation = Instrumentation(
             self.program.module,
             frozenset[Observable]().union(*(each.observes for each in detectors)),
             [each.before_forward for each in begins],
@@ -141,7 +141,7 @@ class Checks:
             if world.size > 1:
                 self.program.group = group = dist.new_group(
                     timeout=world.timeout, backend="gloo"
-                )  # on GPUs too, because the messages are small
+                )  # gloo on GPUs too, because the messages are small
                 self._store = dist.PrefixStore(f"checking {group.group_name}", default_store())
                 stack.push(self._record_exit)
                 names = self.program.gather([each.name for each in self.detectors])
@@ -157,7 +157,7 @@ class Checks:
                 self._evaluate_rest()
             except Exception as error:
                 if self._sent and self._all_arrive(f"failure {self.program.taken}", _TIMEOUT):
-                    self._evaluate()  # all ranks failed in the same step, and the pending numbers may contain the cause
+                    self._evaluate()  # all ranks failed in the same step, and the pending statistics may show the cause
                 if isinstance(error, RuntimeError):
                     self._explain_lost_connection(error)
                 raise
@@ -166,7 +166,7 @@ class Checks:
         """Attach the hooks to the program."""
         optimizer = self.program.optimizer
         with ExitStack() as stack:
-            stack.enter_context(self._taps)
+            stack.enter_context(self._instrumentation)
             stack.enter_context(observe(self._before_result))
             stack.callback(optimizer.register_step_pre_hook(self._before_update).remove)
             stack.callback(optimizer.register_step_post_hook(self._after_update).remove)
@@ -200,19 +200,19 @@ class Checks:
     def _before_update(self, *_: Any) -> None:
         """Record this step's statistics, and exchange them with the other ranks if an exchange is due.
 
-        The next step evaluates the exchange. In the first steps, and if the gradient is non-finite on all ranks, the
-        exchange is evaluated immediately.
+        The exchanged statistics are evaluated in the next step. In the first steps, and if the gradient is non-finite
+        on all ranks, they are evaluated immediately.
         """
         if self._sent:
             self._evaluate()
-        step, seen = self.program.step, self._taps.take()
+        step, seen = self.program.step, self._instrumentation.take()
         row = [float(step)]
-        for each in self._says:
+        for each in self._reporting:
             row += each.local_report(seen)
         if len(row) != self._length:
             raise ValueError(
-                f"the detectors must report {self._length - 1} numbers in total, as their `size` declares, got "
-                f"{len(row) - 1}"
+                f"the detectors must report {self._length - 1} numbers in total, according to their `size` attributes, "
+                f"got {len(row) - 1}"
             )
         self._rows.append(row)
         is_first = step < self._first + _FIRST or self.every == 1
@@ -220,7 +220,7 @@ class Checks:
             self._send()
         if is_first:
             self._evaluate()
-        elif any(each.is_urgent() for each in self._says):
+        elif any(each.is_urgent() for each in self._reporting):
             if self._all_arrive(f"update {self.program.taken}", _TIMEOUT):
                 self._evaluate()
             else:
@@ -247,7 +247,7 @@ class Checks:
             if len(set(steps)) > 1:
                 self._raise_out_of_step(steps)
             place = 1
-            for each in self._says:
+            for each in self._reporting:
                 part = slice(place, place + each.size)
                 self._report(each.check(int(steps[0]), [row[part] for row in rows]))
                 place += each.size
@@ -268,10 +268,10 @@ class Checks:
         raise CheckError(finding)
 
     def _send(self) -> None:
-        """Start an all-gather of the rows since the last exchange and the detectors' additional values. Collective.
+        """Start an all-gather of the detectors' additional values and of the rows since the last exchange. Collective.
 
-        The number of values is always the same, so a rank with fewer rows is reported and does not block the other
-        ranks.
+        Each rank pads its rows to a fixed number of values, so a rank with fewer rows is reported instead of blocking
+        the other ranks.
         """
         rows, self._rows = self._rows, []
         if self.program.world.size == 1:
@@ -329,8 +329,8 @@ class Checks:
     def _all_arrive(self, place: str, seconds: float) -> bool:
         """Return whether all ranks reach `place` within `seconds`.
 
-        A collective might wait forever instead. All ranks that reach `place` receive the same result. The other ranks
-        do not need to respond.
+        Unlike a collective, this method never waits forever. All ranks that reach `place` receive the same result. The
+        other ranks do not need to respond.
         """
         size, store = self.program.world.size, self._store
         if store is None:
@@ -345,7 +345,7 @@ class Checks:
         return False
 
     def _hide_gradients(self) -> None:
-        """Remove the gradients until after the update, because an optimizer skips parameters without a gradient."""
+        """Remove the gradients until after the update. An optimizer skips parameters without a gradient."""
         for group in self.program.optimizer.param_groups:
             for parameter in group["params"]:
                 if parameter.grad is not None:
@@ -410,15 +410,15 @@ def checking(
 ) -> Iterator[Checks]:
     """Check each step of `optimizer` inside the context. Collective.
 
-    All steps are checked. The ranks exchange their observations in each of the first three steps, and then once per
-    `every` steps. An exchange after the first three steps is evaluated in the following step. A problem is therefore
-    reported up to `every` steps later, with the number of the step in which it occurred. The last steps are evaluated
-    at the end of the block.
+    All steps are checked. The ranks exchange their observations in each of the first three steps, and then at an
+    interval of `every` steps. After the first three steps, the step after an exchange evaluates the observations. A
+    problem is therefore reported up to `every` steps later, with the number of the step in which it occurred. The last
+    steps are evaluated at the end of the block.
 
     `optimizer.step()` raises `CheckError` on all ranks if a finding is an error. Other findings are logged as warnings
     on rank 0.
 
-    A compiled model runs without `torch.compile` inside the context, because hooks would split its graphs.
+    A compiled model runs without `torch.compile` inside the context, because hooks would cause graph breaks.
 
     Args:
         world: The participating ranks.

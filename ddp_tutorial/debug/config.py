@@ -18,7 +18,7 @@ from ddp_tutorial.config import Config, ConfigError, check, parse_yaml
 from ddp_tutorial.training.config import TaskConfig
 
 Action = Literal["kill", "raise", "hang", "delay", "corrupt", "nan", "skip", "leak", "fill_disk", "oom", "kill_worker"]
-# All phases of this package, in the order of a run. Only some strategies use "gather" and "average".
+# All phases of this package, in the order in which a run enters them. Only some strategies use "gather" and "average".
 PhaseName = Literal[
     "load", "data", "grads", "forward", "backward", "finish", "gather", "update", "average", "evaluate", "save",
     "save: collect", "save: copy", "save: write", "save: sync", "save: manifest", "save: rename", "callbacks",
@@ -38,19 +38,19 @@ class Fault(Config):
     - `corrupt`: Change one element of this rank's first gradient. Use a phase after the gradients have been averaged.
     - `nan`: Make this rank's gradient NaN before the gradients are reduced.
     - `skip`: Skip this rank's next call to `torch.distributed.all_reduce`.
-    - `leak`: In this and every later step, allocate `megabytes` and keep them.
+    - `leak`: In this and every later step, allocate `megabytes` of memory without freeing it.
     - `oom`: Run out of memory at the start of the phase. For the phase "forward", run out of memory during the phase
       instead.
     - `kill_worker`: Send SIGKILL to one of this rank's data-loading workers.
     - `fill_disk`: Make every later durable write on this rank fail.
     """
 
-    action: Action = Field(description="What happens; see the user guide.")
+    action: Action = Field(description="Action to perform; see the user guide.")
     rank: int = Field(0, ge=0, description="Rank on which the fault occurs.")
-    step: int = Field(1, ge=1, description="Step in which the fault occurs, from 1.")
+    step: int = Field(1, ge=1, description="Step in which the fault occurs, counted from 1.")
     phase: PhaseName = Field("grads", description="Phase at whose start the fault occurs.")
-    seconds: float = Field(1.0, gt=0, description="Duration of a delay.")
-    megabytes: float = Field(10.0, gt=0, description="Size of a leak per step.")
+    seconds: float = Field(1.0, gt=0, description="Duration of a delay in seconds.")
+    megabytes: float = Field(10.0, gt=0, description="Megabytes that a leak allocates in each step.")
 
     def __str__(self) -> str:
         """Return a description of the action, rank, step and phase."""
@@ -86,7 +86,7 @@ class FaultyConfig(TaskConfig):
         strict=False,
         exclude=True,
         examples=[["kill rank=1 step=3"]],
-        description="Faults to inject, as text or with these settings.",
+        description="Faults to inject, each as text or as a mapping of these settings.",
     )
 
     @field_validator("faults", mode="before")

@@ -1,4 +1,4 @@
-"""Define the base class of detectors, their findings, and the program that they check.
+"""Define detectors, their findings, and the program that detectors check.
 
 `checks` runs the detectors. Each detector has its own module.
 """
@@ -34,7 +34,7 @@ class Finding:
         message: A description of the problem.
         severity: "error" for a finding that is raised as `CheckError`, or "warning" for a finding that is logged.
         where: The name of the affected tensor, parameter, module or phase.
-        seen: The step in which the ranks exchanged the observation, if that step is later than `step`; otherwise 0.
+        seen: The step in which the ranks detected the problem, if that step is later than `step`; otherwise 0.
     """
 
     detector: str
@@ -57,7 +57,7 @@ def named(ranks: Sequence[int]) -> str:
 
 
 class CheckError(FailedError):
-    """Raised on all ranks, in the same step, when a check finds an error that invalidates the rest of the run."""
+    """Raised on all ranks in the same step, if a finding is an error or `checking` is strict."""
 
     def __init__(self, finding: Finding) -> None:
         """Store the finding and use it as the message."""
@@ -101,8 +101,8 @@ class Program:
         """Return one number that represents all gradients of the update. The number is cached for each step.
 
         The number is computed from the averaged gradients. It is the same on ranks with the same gradients, and almost
-        always different otherwise. It is non-finite if a gradient is non-finite, or if the sum or the squares of a
-        gradient overflow.
+        always different otherwise. It is non-finite if a gradient is non-finite, or if the sum of a gradient's elements
+        or of their squares overflows.
         """
         if self._gradient_of != self.taken:
             self._sizes = _sizes(self.gradients())
@@ -172,7 +172,7 @@ class Program:
 
 
 def _sizes(gradients: Sequence[torch.Tensor]) -> Sequence[float | torch.Tensor]:
-    """Return a sum for each gradient on the CPU, or a norm for each gradient elsewhere.
+    """Return the sum of each gradient if all gradients are plain CPU tensors; otherwise, return their norms.
 
     On the CPU, a sum takes a third of the time of a norm. On a GPU, one call computes all norms, as in PyTorch's
     `clip_grad_norm_`, because a call for each gradient would launch many kernels.
@@ -234,8 +234,8 @@ class Detector:
         """Evaluate the reports of all ranks for one step, and return the findings.
 
         After the ranks have exchanged their reports, all ranks call this method with the same arguments, step by step.
-        The call precedes the update of `self.program.step`, which is `step` or a later step. The method may call
-        collectives such as `self.program.gather` if the decision to call them depends only on the arguments.
+        During the call, `self.program.step` is `step` or a later step whose update has not been applied yet. The method
+        may call collectives such as `self.program.gather` if the decision to call them depends only on the arguments.
 
         Args:
             step: The step that the reports describe.

@@ -66,8 +66,8 @@ def inject_faults(world: World, *faults: Fault, model: nn.Module | None = None) 
     with ExitStack() as stack:
         for fault in faults:
             if fault.rank == world.rank:
-                striker = stack.enter_context(observe(_FaultInjector(fault, model, stack)))
-                stack.callback(striker.warn_if_missed)
+                injector = stack.enter_context(observe(_FaultInjector(fault, model, stack)))
+                stack.callback(injector.warn_if_missed)
         yield
 
 
@@ -83,8 +83,8 @@ class _FaultInjector:
             stack: Exit stack that undoes the action's effects at the end of the block.
         """
         self._fault, self._model, self._stack = fault, model, stack
-        self._data = self._own = 0  # how often the phase "data" and the fault's phase have started
-        self._has_struck = self._has_told = False
+        self._data = self._own = 0  # number of times that the phase "data" and the fault's phase have started
+        self._has_occurred = self._has_warned = False
         self._kept: list[torch.Tensor] = []
 
     def __call__(self, edge: PhaseEvent) -> None:
@@ -99,17 +99,17 @@ class _FaultInjector:
         if edge.name != self._fault.phase or step < self._fault.step:
             return
         if self._fault.action == "leak":
-            self._has_struck = True
+            self._has_occurred = True
             self._kept.append(torch.ones(int(self._fault.megabytes * MIB / 4)))
-        elif step == self._fault.step and not self._has_struck:
-            self._has_struck = True
+        elif step == self._fault.step and not self._has_occurred:
+            self._has_occurred = True
             self._inject()
 
     def warn_if_missed(self) -> None:
         """Log a warning, once, if the fault has not occurred."""
-        if self._has_struck or self._has_told:
+        if self._has_occurred or self._has_warned:
             return
-        self._has_told = True
+        self._has_warned = True
         name, own, data = self._fault.phase, self._own, self._data
         if not own:
             why = f"phase {name!r} was never entered"
@@ -157,7 +157,7 @@ class _FaultInjector:
         workers[0].kill()
 
     def _take_all_memory(self) -> None:
-        """Allocate more memory than the address space of any machine, so that the allocation fails."""
+        """Allocate more memory than any machine can address, so that the allocation fails."""
         torch.empty(1 << 50, dtype=torch.uint8, device=next(self._parameters()).device)
 
     def _parameters(self) -> Iterator[nn.Parameter]:
@@ -201,7 +201,7 @@ def _skip_next_all_reduce() -> Iterator[None]:
 
 
 class _CompletedWork:
-    """Work handle of the skipped collective."""
+    """Completed work handle that represents the skipped collective."""
 
     def wait(self) -> bool:
         """Return True immediately."""

@@ -7,12 +7,12 @@
     "train.py", line 5, in step); rank 1 waits in all_reduce [3] float (File "train.py", line 5, in step).
 
 Before each collective, a rank writes a fingerprint to the shared store. The fingerprint contains the operation, sizes,
-types, root and calling line. The rank then compares it with the fingerprints that other ranks have already written. No
-rank waits for this comparison. A collective completes only after the last rank has entered it, and the last rank sees
-the fingerprints of all other ranks.
+types, root and calling line. The rank then compares its fingerprint with those that other ranks have already written.
+No rank waits for this comparison. A collective completes only after the last rank has entered it, and the last rank
+sees the fingerprints of all other ranks.
 
-PyTorch's TORCH_DISTRIBUTED_DEBUG=DETAIL also compares collectives, but does not report lines. With PyTorch 2.13, gloo
-and `DistributedDataParallel`, it causes a segmentation fault.
+PyTorch's TORCH_DISTRIBUTED_DEBUG=DETAIL also compares collectives, but does not report lines. This setting causes a
+segmentation fault with PyTorch 2.13, gloo and `DistributedDataParallel`.
 """
 
 import itertools
@@ -31,10 +31,10 @@ from ddp_tutorial.debug.hangs import CollectiveError, RankStatus, as_json, diagn
 from ddp_tutorial.debug.recorder import Call, Line, lines_of
 from ddp_tutorial.world import World, require_group
 
-_KEPT = 2  # number of earlier collectives in a fingerprint, for the table
+_KEPT = 2  # number of earlier collectives in a fingerprint, for the table in the error message
 _OLD = 100  # number of collectives after which a fingerprint is deleted
 _ONE_TO_ONE = {"send", "recv_", "recv_any_source_"}
-# Operators whose names in PyTorch's flight recorder are different.
+# Operators that have a different name in PyTorch's flight recorder.
 _NAMES = {"allreduce_": "all_reduce", "allgather_": "all_gather", "_allgather_base_": "_all_gather_base"}
 
 _INPUTS = {"tensor", "tensors", "input", "input_tensor", "input_tensors"}  # argument names in PyTorch's schemas
@@ -44,12 +44,12 @@ _blocks = itertools.count()
 
 @contextmanager
 def fingerprinted(world: World) -> Iterator[None]:
-    """Inside the context, compare each of this thread's collectives with those of other ranks before it starts.
+    """Inside the context, check before each collective of this thread that all ranks enter the same collective.
 
-    The comparison includes the collectives that `DistributedDataParallel` starts in the backward pass. All ranks must
-    enter the context at the same place. Use the context for debugging only, because every PyTorch operation passes
-    through Python, and each collective accesses the store. A compiled model runs without `torch.compile` inside the
-    context.
+    The check includes the collectives that `DistributedDataParallel` starts in the backward pass. All ranks must enter
+    the context at the same point in the program. Use the context for debugging only, because every PyTorch operation
+    passes through Python, and each collective accesses the store. A compiled model runs without `torch.compile` inside
+    the context.
 
     Raises:
         CollectiveError: On the last rank that enters a mismatched collective. The other ranks wait, and `launch`
@@ -72,7 +72,7 @@ class _Fingerprints(TorchDispatchMode):
 
         Args:
             world: The participating ranks.
-            block: The number of the block, the same on all ranks.
+            block: The number of the block, which must be the same on all ranks.
         """
         super().__init__()
         self._world = world

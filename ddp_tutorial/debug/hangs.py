@@ -7,10 +7,10 @@
     CollectiveError: the order of collectives differs. Rank 0 waits in all_reduce [3] (File "train.py", line 5, in
     step); rank 1 waits in broadcast [3] (File "train.py", line 7, in step).
 
-A thread on each rank polls PyTorch's flight recorder. The thread sets an alarm in the shared store if its rank has
-waited in one collective for `seconds`, or if PyTorch has raised an error. Every rank then publishes the collectives
-that it has entered, the lines that called them, and its current line. All ranks reach the same diagnosis. This
-procedure uses no collectives, so it works while a rank's main thread is blocked in a collective.
+A thread on each rank polls PyTorch's flight recorder. The thread requests an inspection through the shared store if its
+rank has waited in one collective for `seconds`, or if PyTorch has raised an error. Every rank then publishes the
+collectives that it has entered, the lines that called them, and its current line. All ranks reach the same diagnosis.
+This procedure uses no collectives, so it works while a rank's main thread is blocked in a collective.
 """
 
 import itertools
@@ -28,20 +28,20 @@ from pydantic import TypeAdapter
 
 from ddp_tutorial.compat import default_store, group_ranks
 from ddp_tutorial.config import FailedError
-from ddp_tutorial.debug.recorder import Call, Line, calls, progress, standing_lines
+from ddp_tutorial.debug.recorder import Call, Line, calls, current_lines, progress
 from ddp_tutorial.processes.errors import lost_connection
 from ddp_tutorial.processes.rank import exit_with
 from ddp_tutorial.world import World, require_group
 
 LOG = logging.getLogger(__name__)
 
-# Interval at which a rank checks whether it waits, and whether there is an alarm.
-LOOK_SECONDS = 0.25
-# Duration in seconds of a CPU usage measurement, the usage above which a rank is busy, and the timeout for an answer.
+# Seconds between a rank's checks for a long wait and for an inspection request.
+POLL_SECONDS = 0.25
+# A rank is busy if its CPU usage, measured for BUSY_SECONDS, is above BUSY_SHARE.
 BUSY_SECONDS, BUSY_SHARE = 0.3, 0.1
-ANSWER_SECONDS = 1.5
-# One rank reports the error. The other ranks exit after this time if that rank has not terminated the run.
-SPEAK_SECONDS = 5.0
+ANSWER_SECONDS = 1.5  # timeout for a rank to publish its status, in addition to BUSY_SECONDS
+# One rank reports the error. After this time, the other ranks exit if they are still running.
+REPORT_SECONDS = 5.0
 # Collectives that require tensors of the same sizes on all ranks.
 _SAME_SIZES = {"all_reduce", "broadcast", "reduce", "all_gather", "_all_gather_base", "allreduce_coalesced"}
 _ROWS_BEFORE = 2
@@ -49,7 +49,7 @@ _ROWS_BEFORE = 2
 _watches = itertools.count()
 
 Kind = Literal["order", "shape", "absent", "slow", "failed", "none"]
-Reason = Literal["wait", "error", "question"]  # why an alarm was set
+Reason = Literal["wait", "error", "question"]  # why an inspection was requested
 
 
 class CollectiveError(FailedError):
@@ -67,8 +67,8 @@ class RankStatus:
         calls: The last collectives that the rank has entered.
         lines: The current line of the rank's main thread, in the format of `Call.lines`.
         is_busy: Whether the rank uses the CPU.
-        members: Dict from the name of each of the rank's process groups to the group's ranks.
-        left: How the rank left the block, or "" if the rank has not left. An "idle" rank may return.
+        members: Dict from process group name to the group's ranks, for each process group that includes this rank.
+        left: How the rank left the block, or "" if the rank has not left. An "idle" rank may become active again.
     """
 
     calls: tuple[Call, ...]
@@ -87,14 +87,14 @@ as_json = TypeAdapter(RankStatus)  # the format in the store
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """Diagnosis of the collectives that all ranks have entered.
+    """Diagnosis of the collectives that the ranks have entered.
 
     The values of `kind` are:
 
     - "order": The ranks have entered different collectives.
     - "shape": The ranks have passed tensors of different sizes or types to the same collective.
-    - "absent": Some ranks have not entered the collective and do not compute.
-    - "slow": Some ranks have not entered the collective but compute, so this is not a hang.
+    - "absent": Some ranks have not entered the collective, and are not computing.
+    - "slow": Some ranks have not entered the collective, but are still computing, so this is not a hang.
     - "failed": Some ranks have raised their own error.
     - "none": No difference was found.
 
@@ -111,10 +111,10 @@ class Diagnosis:
     collective: tuple[str, int] | None = None
 
     def explains(self, reason: Reason) -> bool:
-        """Return whether the diagnosis is the cause of an alarm.
+        """Return whether the diagnosis explains why the inspection was requested.
 
         If PyTorch raises an error on one rank, the other ranks wait for this rank. Their wait is not the cause of the
-        alarm.
+        error.
         """
         return self.kind in ({"order", "shape"} if reason == "error" else {"order", "shape", "absent"})
 
@@ -131,9 +131,9 @@ def watching(world: World, seconds: float = 30.0) -> Iterator["Watch"]:
     inspected if a rank waits in one collective for `seconds`, or if PyTorch raises an error on a rank.
 
     If the collectives do not match, one rank exits with `CollectiveError`, which `launch` raises as a `RankError`.
-    Without `launch`, the error is printed to stderr and the exit code is 1. If the ranks wait for a rank that computes,
-    a warning is logged. A rank that waits for something else, for example a disk, also counts as hanging. Set `seconds`
-    to more than the duration of such a wait.
+    Without `launch`, the error is printed to stderr and the exit code is 1. If the ranks wait for a rank that is still
+    computing, a warning is logged. A rank that waits for something else, such as a disk, also counts as hanging. Set
+    `seconds` to more than the duration of such a wait.
 
     Args:
         world: The participating ranks.
@@ -147,7 +147,7 @@ def watching(world: World, seconds: float = 30.0) -> Iterator["Watch"]:
         CollectiveError: If PyTorch raises an error because the collectives do not match.
     """
     if not seconds > 0:
-        raise ValueError(f"seconds must be a positive number, such as 30, got {seconds!r}")
+        raise ValueError(f"'seconds' must be a positive number, such as 30, got {seconds!r}")
     require_group(world)
     watch = Watch(world, seconds, next(_watches))
     if world.size == 1:
@@ -175,7 +175,7 @@ def watching(world: World, seconds: float = 30.0) -> Iterator["Watch"]:
 class Watch(threading.Thread):
     """The monitoring thread of one rank.
 
-    The thread has its own connection to the store, because the main thread may block the other connection.
+    The thread has its own connection to the store, because the main thread may block the default connection.
     """
 
     def __init__(self, world: World, seconds: float, number: int) -> None:
@@ -184,27 +184,27 @@ class Watch(threading.Thread):
         Args:
             world: The participating ranks.
             seconds: The maximum time in seconds that a rank may wait in one collective.
-            number: The number of the block, the same on all ranks.
+            number: The number of the block, which must be the same on all ranks.
         """
         super().__init__(name="watching", daemon=True)
         self.world, self.seconds = world, seconds
         self._number = number
         self._left = threading.Event()
-        self._alarm = 0  # the number of the next alarm
+        self._inspection = 0  # the number of the next inspection
         self._seen: dict[str, tuple[int, int]] = {}
         self._since = time.monotonic()
-        self._found: dict[int, Diagnosis] = {}  # alarm -> its diagnosis
-        self._settled: dict[str, tuple[int, int]] | None = None  # progress at the last alarm without a problem
+        self._found: dict[int, Diagnosis] = {}  # inspection -> its diagnosis
+        self._settled: dict[str, tuple[int, int]] | None = None  # progress at the last inspection without a problem
 
     def run(self) -> None:
-        """Poll for waits and alarms until this rank leaves the block."""
+        """Poll for long waits and inspection requests until this rank leaves the block."""
         with suppress(RuntimeError):  # the store and the other ranks no longer exist
             calls()  # the first call in a process imports torch's compiler, which may take longer than ANSWER_SECONDS
-            while not self._left.wait(min(LOOK_SECONDS, self.seconds / 4)):
-                if self._store.check([f"alarm {self._alarm}"]):
+            while not self._left.wait(min(POLL_SECONDS, self.seconds / 4)):
+                if self._store.check([f"inspection {self._inspection}"]):
                     self._answer()
                 elif self._waits_too_long():
-                    self._raise_alarm("wait")
+                    self._request_inspection("wait")
 
     def inspect(self, reason: Reason = "question") -> Diagnosis:
         """Return a diagnosis of the current state of all ranks.
@@ -213,13 +213,13 @@ class Watch(threading.Thread):
         """
         if self.world.size == 1:
             return Diagnosis("none")
-        alarm = self._alarm
+        number = self._inspection
         with suppress(RuntimeError):
-            self._raise_alarm(reason)
-        deadline = time.monotonic() + LOOK_SECONDS + BUSY_SECONDS + 2 * ANSWER_SECONDS
-        while alarm not in self._found and time.monotonic() < deadline:
+            self._request_inspection(reason)
+        deadline = time.monotonic() + POLL_SECONDS + BUSY_SECONDS + 2 * ANSWER_SECONDS
+        while number not in self._found and time.monotonic() < deadline:
             time.sleep(0.02)
-        return self._found.get(alarm, Diagnosis("none"))
+        return self._found.get(number, Diagnosis("none"))
 
     def close(self, how: Literal["well", "failed"]) -> None:
         """Stop the thread and publish the last state of this rank, because other ranks may still wait for it."""
@@ -233,8 +233,8 @@ class Watch(threading.Thread):
         store: Any = default_store()  # PyTorch's stubs lack `clone`
         return dist.PrefixStore(f"watching {self._number}", store.clone())
 
-    def _raise_alarm(self, reason: Reason) -> None:
-        self._store.set(f"alarm {self._alarm}", reason)
+    def _request_inspection(self, reason: Reason) -> None:
+        self._store.set(f"inspection {self._inspection}", reason)
 
     def _waits_too_long(self) -> bool:
         seen, now = progress(), time.monotonic()
@@ -245,47 +245,47 @@ class Watch(threading.Thread):
 
     def _answer(self) -> None:
         """Publish the state of this rank, wait for the other ranks, and act on the diagnosis."""
-        alarm, settled = self._alarm, progress()
-        reason = cast("Reason", self._store.get(f"alarm {alarm}").decode())
-        self._store.set(f"{alarm} {self.world.rank}", as_json.dump_json(_standing()).decode())
-        standings = {rank: self._published_status(alarm, rank) for rank in range(self.world.size)}
-        before = self._found.get(alarm - 1)
-        found = self._found[alarm] = diagnose(standings)
+        number, settled = self._inspection, progress()
+        reason = cast("Reason", self._store.get(f"inspection {number}").decode())
+        self._store.set(f"{number} {self.world.rank}", as_json.dump_json(_own_status()).decode())
+        statuses = {rank: self._published_status(number, rank) for rank in range(self.world.size)}
+        before = self._found.get(number - 1)
+        found = self._found[number] = diagnose(statuses)
         was_slow = before is not None and before.kind == "slow" and before.collective == found.collective
-        may_be_slow = was_slow and found.kind == "absent"  # the rank computed until now, so wait for the next alarm
+        may_be_slow = was_slow and found.kind == "absent"  # it was computing until now, so wait for the next inspection
         if found.kind == "slow" or may_be_slow:
             self._since = time.monotonic()  # the rank may still hang later
         else:
             self._settled = settled
-        self._alarm = alarm + 1
-        speaker = min((rank for rank, each in standings.items() if each and not each.left), default=0)
+        self._inspection = number + 1
+        reporter = min((rank for rank, each in statuses.items() if each and not each.left), default=0)
         if self._left.is_set() or reason == "question":
             return
         if found.explains(reason) and not may_be_slow:
-            if reason == "error" or self.world.rank != speaker:
-                time.sleep(SPEAK_SECONDS)  # the main thread of the rank with the error reports more details
+            if reason == "error" or self.world.rank != reporter:
+                time.sleep(REPORT_SECONDS)  # the main thread of the rank with the error reports more details
             exit_with(CollectiveError(str(found)))
-        if found.kind == "slow" and not was_slow and self.world.rank == speaker:
+        if found.kind == "slow" and not was_slow and self.world.rank == reporter:
             LOG.warning("%s", found.verdict)
 
-    def _published_status(self, alarm: int, rank: int) -> RankStatus | None:
-        """Return the state that another rank has published for this alarm or on exit. Return None after a timeout."""
+    def _published_status(self, number: int, rank: int) -> RankStatus | None:
+        """Return the state that a rank has published for this inspection or on exit. Return None after a timeout."""
         deadline = time.monotonic() + BUSY_SECONDS + ANSWER_SECONDS
         while time.monotonic() < deadline:
-            for key in (f"{alarm} {rank}", f"left {rank}"):
+            for key in (f"{number} {rank}", f"left {rank}"):
                 if self._store.check([key]):
                     return as_json.validate_json(self._store.get(key))
             time.sleep(0.02)
         return None
 
 
-def _standing() -> RankStatus:
+def _own_status() -> RankStatus:
     is_busy = uses_cpu()
-    return RankStatus(tuple(calls()), standing_lines(), is_busy, group_ranks())
+    return RankStatus(tuple(calls()), current_lines(), is_busy, group_ranks())
 
 
 def uses_cpu() -> bool:
-    """Return whether this process uses the CPU, measured for `BUSY_SECONDS`."""
+    """Return whether this process is using the CPU, as measured for `BUSY_SECONDS`."""
     before = time.process_time()
     time.sleep(BUSY_SECONDS)
     return time.process_time() - before > BUSY_SHARE * BUSY_SECONDS
@@ -295,7 +295,7 @@ def uses_cpu() -> bool:
 
 
 def diagnose(statuses: Mapping[int, RankStatus | None]) -> Diagnosis:
-    """Find the first collective in which the ranks differ.
+    """Diagnose the first collective in which the ranks differ.
 
     Args:
         statuses: Dict from rank to the rank's state, or to None if the rank does not respond.
@@ -311,14 +311,14 @@ def diagnose(statuses: Mapping[int, RankStatus | None]) -> Diagnosis:
     return Diagnosis("none")
 
 
-def _numbers(standings: Sequence[RankStatus], group: str) -> range:
+def _numbers(statuses: Sequence[RankStatus], group: str) -> range:
     """Return the numbers of the collectives that can be compared. Each rank keeps only its latest collectives."""
-    of_ranks = [[call.number for call in each.calls if call.group == group] for each in standings]
+    of_ranks = [[call.number for call in each.calls if call.group == group] for each in statuses]
     kept = [numbers for numbers in of_ranks if numbers]
     return range(max(numbers[0] for numbers in kept), max(numbers[-1] for numbers in kept) + 1)
 
 
-def _differ(row: Mapping[int, Call | None], standings: Mapping[int, RankStatus | None]) -> tuple[Kind, str] | None:
+def _differ(row: Mapping[int, Call | None], statuses: Mapping[int, RankStatus | None]) -> tuple[Kind, str] | None:
     """Return the kind and the description of the problem in one row of collectives, or None if there is no problem."""
     there = {rank: call for rank, call in row.items() if call is not None}
     if len({call.op for call in there.values()}) > 1:
@@ -327,12 +327,12 @@ def _differ(row: Mapping[int, Call | None], standings: Mapping[int, RankStatus |
     if op.partition(" ")[0] in _SAME_SIZES and len({(call.sizes, call.dtypes) for call in there.values()}) > 1:
         return "shape", f"the ranks pass different tensors to the same {op}. {_sentence(_waits(there))}"
     missing = [rank for rank in row if rank not in there]
-    late = [each for rank in missing if (each := standings[rank]) is not None]
-    # If a rank has left, its connections may be closed, and the collective has then failed on the other ranks.
+    late = [each for rank in missing if (each := statuses[rank]) is not None]
+    # If a rank has left, its connections may be closed, and the collective may have failed on the other ranks.
     has_left = any(each.left for each in late)
     if not missing or (all(call.done for call in there.values()) and not has_left):
         return None
-    story = _sentence([*_waits(there, has_left), *(_absent(rank, standings[rank]) for rank in missing)])
+    story = _sentence([*_waits(there, has_left), *(_absent(rank, statuses[rank]) for rank in missing)])
     if any(each.left == "failed" for each in late):
         return "failed", f"a rank has failed. {story}"
     if len(late) == len(missing) and all(each.is_busy for each in late):
@@ -345,7 +345,7 @@ def _waits(calls: Mapping[int, Call], lost: bool = False) -> list[str]:
 
     Args:
         calls: The collective that each rank has entered.
-        lost: Whether a connection was lost. A completed collective may then have failed.
+        lost: Whether a connection was lost, in which case a collective that has completed may have failed.
     """
     places: dict[tuple[str, tuple[Line, ...], bool], list[int]] = {}
     for rank, call in calls.items():
@@ -372,15 +372,15 @@ def _verb(ranks: Sequence[int], done: bool, lost: bool) -> str:
     return "waits in" if len(ranks) == 1 else "wait in"
 
 
-def _absent(rank: int, standing: RankStatus | None) -> str:
-    if standing is None:
+def _absent(rank: int, status: RankStatus | None) -> str:
+    if status is None:
         return f"rank {rank} does not respond: it has exited, is stopped, or is busy in native code"
-    if standing.left:
-        last = standing.calls[-1] if standing.calls else None
-        how = {"failed": "has raised an error", "well": "has left", "idle": "is idle"}[standing.left]
+    if status.left:
+        last = status.calls[-1] if status.calls else None
+        how = {"failed": "has raised an error", "well": "has left", "idle": "is idle"}[status.left]
         return f"rank {rank} {how}" + (f"; its last collective was {last.what}{_at(last.lines)}" if last else "")
-    where = ", called from ".join(map(str, standing.lines)) or "an unknown line"
-    return f"rank {rank} has not entered it: it is {'computing ' if standing.is_busy else ''}at {where}"
+    where = ", called from ".join(map(str, status.lines)) or "an unknown line"
+    return f"rank {rank} has not entered it: it is {'computing ' if status.is_busy else ''}at {where}"
 
 
 def _at(lines: Sequence[Line]) -> str:
@@ -392,12 +392,12 @@ def _sentence(parts: Sequence[str]) -> str:
     return f"{text[:1].upper()}{text[1:]}."
 
 
-def _table(standings: Mapping[int, RankStatus | None], group: str, number: int) -> str:
+def _table(statuses: Mapping[int, RankStatus | None], group: str, number: int) -> str:
     """Return a table of the collectives up to the first difference, with a column for each rank."""
-    header = ["", "collective", *(f"rank {rank}" for rank in standings)]
+    header = ["", "collective", *(f"rank {rank}" for rank in statuses)]
     rows = [header]
     for row in range(max(1, number - _ROWS_BEFORE), number + 1):
-        cells = [_cell(each.call(group, row) if each else None, row == number) for each in standings.values()]
+        cells = [_cell(each.call(group, row) if each else None, row == number) for each in statuses.values()]
         rows.append([">" if row == number else "", str(row), *cells])
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return "\n".join(

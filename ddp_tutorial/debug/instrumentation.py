@@ -1,4 +1,4 @@
-"""Record one rank's observations of an optimizer step, with hooks that are attached to the model.
+"""Observe the optimizer steps of one rank through hooks on the model.
 
     with Instrumentation(model, {"forwards", "gradients"}) as instrumentation:
         loss(model(batch)).backward()
@@ -8,8 +8,8 @@
 
 On a GPU, a hook computes the norm of a tensor but does not read the norm, because reading would synchronize the CPU
 with the GPU. Computing the norms of all outputs would increase the step time by 10 %. The hooks therefore record only
-the inputs of each forward pass, and `in_full` recomputes the outputs on request. Evaluation and other code without
-gradients are not recorded.
+the inputs of each forward pass, and `in_full` recomputes the outputs on request. Forward passes without gradients, such
+as those of an evaluation, are not recorded.
 """
 
 import math
@@ -30,8 +30,8 @@ from ddp_tutorial.accumulation.loss import StepLoss
 from ddp_tutorial.compat import DataLoaderIterator, sparse_values, tree_leaves
 from ddp_tutorial.phases import PhaseEvent, observe
 
-# The inputs of each forward pass, the tensors on which `backward` is called, the parameters' gradients before they are
-# reduced, and the time of each phase.
+# "forwards": the inputs of each forward pass; "losses": the tensors on which `backward` is called; "gradients": the
+# parameters' gradients before they are reduced; "seconds": the time of each phase.
 Observable = Literal["forwards", "losses", "gradients", "seconds"]
 OUTPUT = "the model's output"
 SHORT = frozenset({torch.float16, torch.bfloat16})
@@ -76,7 +76,7 @@ class Forward:
         """Repeat the forward pass, and return the norms of all outputs in the order of computation.
 
         If the forward pass fails, the result contains the norms up to the failure. The buffers and the random number
-        generator are restored. Collective if the model's forward pass is collective.
+        generator are restored. Collective if the model's forward pass contains collectives.
         """
         marks: list[PhaseMark] = []
         last: Any = None
@@ -136,7 +136,7 @@ class StepObservation:
     def in_full(self, module: nn.Module, device: torch.device) -> list[tuple[Phase, str, float]]:
         """Repeat each forward pass, and return the trace with the norms of all outputs.
 
-        The weights must not have changed since the step. Collective if the model's forward pass is collective.
+        The weights must not have changed since the step. Collective if the model's forward pass contains collectives.
         """
         marks = list(self.trace)
         for forward in reversed(self.forwards):
@@ -218,7 +218,7 @@ class Instrumentation:
         return seen
 
     def _attach(self, stack: ExitStack) -> None:
-        stack.enter_context(torch.compiler.set_stance("force_eager"))  # hooks would split the graphs
+        stack.enter_context(torch.compiler.set_stance("force_eager"))  # hooks would cause graph breaks
         hooks: list[Any] = []
         if self._begins or self.observes & {"forwards", "seconds"}:
             hooks.append(self.module.register_forward_pre_hook(self._forward_begins, with_kwargs=True))
@@ -237,7 +237,7 @@ class Instrumentation:
     def _gradient_hook(self, name: str, parameter: nn.Parameter) -> Any:
         """Register a hook on the autograd node that accumulates into `.grad`.
 
-        At this node, the hook receives the local gradient. It runs after the parameter's hooks and before any code
+        This hook receives the local gradient. It runs after the hooks of the parameter itself, and before any code
         reads `.grad`.
         """
         node: Any = get_gradient_edge(parameter).node
@@ -268,7 +268,7 @@ class Instrumentation:
             for leaf in [output] if isinstance(output, torch.Tensor) else tree_leaves(output):
                 if isinstance(leaf, torch.Tensor) and leaf.grad_fn is not None:
                     # This hook records the output's gradient. leaf.register_hook would be several times slower.
-                    leaf.grad_fn.register_prehook(partial(self._note, "loss", OUTPUT, leaf.output_nr))
+                    leaf.grad_fn.register_prehook(partial(self._record, "loss", OUTPUT, leaf.output_nr))
         now = time.perf_counter()
         self._seen.seconds["forward"] += now - self._mark
         self._mark = now
@@ -306,7 +306,7 @@ class Instrumentation:
             self._seen.seconds["backward"] += self._arrived - self._mark
             self._mark = self._arrived
 
-    def _note(self, phase: Phase, name: str, place: int, gradients: tuple[torch.Tensor | None, ...]) -> None:
+    def _record(self, phase: Phase, name: str, place: int, gradients: tuple[torch.Tensor | None, ...]) -> None:
         gradient = gradients[place]
         if gradient is not None:
             self._seen.trace.append(PhaseMark(phase, name, _read_if_on_cpu(norm_of(gradient))))
@@ -333,7 +333,7 @@ class Instrumentation:
 
 
 class _GradientHook(NamedTuple):
-    """A hook, together with the autograd node that must exist for as long as the hook."""
+    """A hook and its autograd node, which must exist for as long as the hook does."""
 
     hook: Any
     node: Any

@@ -1,8 +1,8 @@
-"""Detect ranks that keep more memory after each step, and identify the tensors responsible.
+"""Detect ranks whose memory use grows with each step, and identify the tensors responsible.
 
 A memory leak crashes a run after hours, but the growth is visible after a minute. Listing all live tensors takes about
-a tenth of a second. The detector therefore lists them only twice, after it has found growth. The leaked tensors are of
-the kinds whose number has increased between the two lists.
+a tenth of a second. The detector therefore lists them only twice, after it has found growth. The leaked tensors belong
+to the kinds whose number has increased between the two lists.
 """
 
 import gc
@@ -27,7 +27,7 @@ MB = 1e6
 _WARM_UP = 10
 # Number of steps between two calculations of the slope, and between the two lists of live tensors.
 _EVERY = 10
-_MOST_TOLD = 3
+_MOST_REPORTED = 3
 
 
 class MemoryGrowth(Detector):
@@ -35,7 +35,7 @@ class MemoryGrowth(Detector):
 
     The memory must grow in each quarter of the last `window` steps. On a GPU, PyTorch's allocated memory is also
     checked. A finding is reported ten steps after the growth was detected. The finding lists, by shape and type, the
-    tensors whose number has increased during these steps, as reported by Python's garbage collector (see
+    tensors whose number has increased during these steps, according to Python's garbage collector (see
     `live_tensors`). Shared memory, such as a memory-mapped file, is not counted.
 
     Attributes:
@@ -57,7 +57,7 @@ class MemoryGrowth(Detector):
         """
         if mb_per_step <= 0 or window < 8:
             raise ValueError(
-                "mb_per_step must be positive and window must be at least 8, got "
+                "'mb_per_step' must be positive, and 'window' must be at least 8 steps, got "
                 f"mb_per_step={mb_per_step} and window={window}"
             )
         self.mb_per_step, self.window = mb_per_step, window
@@ -70,8 +70,8 @@ class MemoryGrowth(Detector):
         self._from = program.step + _WARM_UP
         self._used = [deque[float](maxlen=self.window), deque[float](maxlen=self.window)]
         self.peak_mb = [0.0] * program.world.size
-        self._told: set[int] = set()
-        self._before: dict[Kind, LiveTensors] = {}  # the tensors when the slope was detected
+        self._reported: set[int] = set()
+        self._before: dict[Kind, LiveTensors] = {}  # the live tensors when the growth was detected
         self._slopes: dict[int, float] = {}  # suspected rank -> growth in MB per step
         self._listed_at = 0
 
@@ -94,7 +94,7 @@ class MemoryGrowth(Detector):
         if self._slopes:
             return self._compare_lists(step)
         slopes = {rank: growth for rank, (_, growth) in enumerate(reports) if growth > self.mb_per_step}
-        self._slopes = {rank: growth for rank, growth in slopes.items() if rank not in self._told}
+        self._slopes = {rank: growth for rank, growth in slopes.items() if rank not in self._reported}
         if self.program.world.rank in self._slopes:
             self._before = live_tensors()
         self._listed_at = self.program.step
@@ -107,7 +107,7 @@ class MemoryGrowth(Detector):
             return []
         slopes, self._slopes = self._slopes, {}
         ranks = tuple(slopes)
-        self._told |= set(ranks)
+        self._reported |= set(ranks)
         mine = describe_growth(self._before, live_tensors()) if self.program.world.rank in ranks else []
         self._before = {}
         of_ranks = self.program.gather(mine)
@@ -116,7 +116,7 @@ class MemoryGrowth(Detector):
         where = next((of_ranks[rank][0] for rank in ranks if of_ranks[rank]), "memory")
         message = (
             f"{named(ranks)} {'uses' if len(ranks) == 1 else 'use'} more memory after each step: {description}, over "
-            f"{self.window} steps. New tensors since {between} steps ago, as seen by Python's garbage collector: "
+            f"{self.window} steps. New tensors in the last {between} steps, according to Python's garbage collector: "
             f"{kinds}. A common cause is a stored loss that keeps its graph: store loss.item() or loss.detach()"
         )
         return [Finding(self.name, step, ranks, message, "warning", where)]
@@ -145,7 +145,7 @@ class Kind(NamedTuple):
 
 
 class LiveTensors(NamedTuple):
-    """The number of tensors of one kind, and their total bytes. A shared storage counts only for its largest tensor."""
+    """The number of tensors of one kind, and their total bytes. Of a shared storage, only the largest tensor counts."""
 
     number: int = 0
     nbytes: int = 0
@@ -177,21 +177,21 @@ def live_tensors() -> dict[Kind, LiveTensors]:
 
 
 def describe_growth(before: Mapping[Kind, LiveTensors], now: Mapping[Kind, LiveTensors]) -> list[str]:
-    """Return the kinds that have increased in number, sorted by bytes, such as "10 of [3, 4] float32 (1.2 MB)"."""
+    """Return the kinds that have increased in number, largest first, such as "10 of [3, 4] float32 (1.2 MB)"."""
     nothing = LiveTensors()
     grown = {
         kind: LiveTensors(number - before.get(kind, nothing).number, nbytes - before.get(kind, nothing).nbytes)
         for kind, (number, nbytes) in now.items()
         if number > before.get(kind, nothing).number
     }
-    first = sorted(grown, key=lambda kind: (grown[kind].nbytes, grown[kind].number), reverse=True)[:_MOST_TOLD]
+    first = sorted(grown, key=lambda kind: (grown[kind].nbytes, grown[kind].number), reverse=True)[:_MOST_REPORTED]
     return [f"{grown[kind].number} of {kind} ({grown[kind].nbytes / MB:.1f} MB)" for kind in first]
 
 
 class ProcessMemory:
     """Callable that returns the number of bytes that only this process uses.
 
-    On Linux, /proc/self/statm stays open, because reading this file takes 1 microsecond, whereas psutil takes 70.
+    On Linux, /proc/self/statm stays open, because reading this file takes 1 microsecond, whereas psutil takes 70 us.
     """
 
     def __init__(self) -> None:
@@ -213,8 +213,8 @@ class ProcessMemory:
 def growth_per_step(used: Sequence[float]) -> float:
     """Return the growth of `used` per step, or 0 if `used` has not grown in each quarter.
 
-    The growth is the median of the slopes between all pairs of values (the Theil-Sen estimator), which is robust
-    against single jumps. Without growth in each quarter, the memory has grown temporarily or only once, which is not a
+    The growth is the median of the slopes between all pairs of values. This median (the Theil-Sen estimator) is robust
+    against single jumps. Memory that does not grow in each quarter has grown only once or temporarily, so there is no
     leak.
     """
     length = len(used)

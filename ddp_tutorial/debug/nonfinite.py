@@ -1,14 +1,14 @@
-"""Locate the rank, the phase, and the module or parameter of the first NaN or infinity.
+"""Locate the first NaN or infinity by its rank, its phase, and its module or parameter.
 
 The reduction of the gradients spreads a NaN from one rank to all ranks. Each rank therefore records the norms of the
 losses and gradients before the reduction. An infinity is not a problem unless it reaches an update. For example, masks
-contain infinities, and float16 overflows under a `GradScaler`. An alarm is therefore raised only before an update, and
+contain infinities, and float16 overflows under a `GradScaler`. An error is therefore raised only before an update, and
 the recorded norms then show the origin.
 
-Module outputs are not recorded. After an alarm, each rank repeats its forward passes of this step, with the same
-inputs, weights and random numbers, and checks all outputs. The weights are still those of the step, because the alarm
-precedes the update. If only some ranks have a non-finite gradient, the alarm is raised later, and only the recorded
-norms show the origin.
+Module outputs are not recorded. If a gradient is not finite, each rank repeats its forward passes of this step, with
+the same inputs, weights and random numbers, and checks all outputs. The weights are still those of the step, because
+the check precedes the update. If only some ranks have a non-finite gradient, the error is raised later, and only the
+recorded norms show the origin.
 """
 
 import math
@@ -60,11 +60,11 @@ class NonFinite(Detector):
 
     def after_update(self, step: int) -> list[Finding]:
         """Release the inputs of the step."""
-        self._seen = StepObservation()  # do not keep its inputs during the next step
+        self._seen = StepObservation()  # do not keep the inputs during the next step
         return []
 
     def check(self, step: int, reports: LocalReport) -> list[Finding]:
-        """Return an error that contains the origin if a rank's gradient is not finite. Collective."""
+        """If a rank's gradient is not finite, return an error that contains the origin. Collective."""
         recorded = self._first_norms.pop(step, None)
         if not any(numbers[0] for numbers in reports):
             return []
@@ -75,19 +75,19 @@ class NonFinite(Detector):
             everyone = tuple(rank for rank, numbers in enumerate(reports) if numbers[0])
             message = (
                 "the gradient is not finite, although it was finite on each rank before the all-reduce: the sum has "
-                "overflowed, or code between the backward pass and the update has changed it"
+                "overflowed, or code between the backward pass and the update has changed the gradient"
             )
             return [Finding(self.name, step, everyone, message, "error", "reduction")]
         first = phases[0]
         at_fault = {rank: origin[1] for rank, origin in enumerate(origins) if origin and origin[0] == first}
-        description = "; ".join(f"on rank {rank}, {_describe_origin(first, name)}" for rank, name in at_fault.items())
+        description = "; ".join(f"{_describe_origin(first, name)} (rank {rank})" for rank, name in at_fault.items())
         where = next(iter(at_fault.values())) or first
         return [
-            Finding(self.name, step, tuple(at_fault), f"a value is not finite. First {description}", "error", where)
+            Finding(self.name, step, tuple(at_fault), f"a value is not finite, first in {description}", "error", where)
         ]
 
     def _origin(self, seen: StepObservation) -> tuple[str, str] | None:
-        """Locate this rank's first non-finite value. Collective if the forward pass is collective."""
+        """Locate this rank's first non-finite value. Collective if the forward pass contains collectives."""
         # All ranks repeat the forward pass, because it may contain collectives.
         trace = seen.in_full(self.program.module, self.program.world.device)
         return self._first_nonfinite_parameter() or next(
@@ -95,16 +95,16 @@ class NonFinite(Detector):
         )
 
     def _first_nonfinite_parameter(self) -> tuple[str, str] | None:
-        """Return the first parameter that was not finite at the start of the step, due to the previous update."""
+        """Return the first parameter that is not finite before the update of this step, or None."""
         names = self.program.names.items()
         return next((("update", name) for parameter, name in names if not bool(parameter.isfinite().all())), None)
 
 
 def _describe_origin(phase: str, name: str) -> str:
     if phase == "update":
-        return f"parameter {name!r} was not finite at the start of the step, after the last update or after loading"
+        return f"parameter {name!r} at the start of the step, after the last update or after loading"
     if phase == "forward":
-        return f"in the forward pass, the output of {f'module {name!r}' if name != OUTPUT else 'the model'}"
+        return f"the output of {f'module {name!r}' if name != OUTPUT else 'the model'} in the forward pass"
     if phase == "loss":
         return "the gradient of the loss with respect to the model's output" if name else "the loss"
-    return f"in the backward pass, the gradient of parameter {name!r}"
+    return f"the gradient of parameter {name!r} in the backward pass"

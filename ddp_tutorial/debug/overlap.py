@@ -17,10 +17,10 @@ from ddp_tutorial.debug.instrumentation import StepObservation
 _MOST = 500_000
 # Maximum number of 64-bit numbers to read from a sample. In larger samples, evenly spaced numbers are read.
 _NUMBERS = 1 << 14
-# Number of consecutive steps in which two ranks share half of their samples, and minimum number of shared samples.
+# Two ranks overlap if they share half of their samples in `_STEPS` consecutive steps, and at least `_SAMPLES` in all.
 _STEPS, _SAMPLES = 3, 3
 
-_CAPACITY = 256  # initial capacity of an exchange on each rank, which grows to twice the largest demand
+_CAPACITY = 256  # initial number of values per rank and exchange, which grows to twice the largest demand
 
 Steps = Sequence[Sequence[int]]  # the sample hashes of one rank for each step
 
@@ -173,10 +173,10 @@ class Epoch:
 
     def _overlap(self) -> tuple[tuple[int, ...], str]:
         ranks = tuple(sorted({rank for pair in self._twice for rank in pair}))
-        pairs = ", ".join(f"{count} by {named(pair)}" for pair, count in sorted(self._twice.items()))
+        pairs = ", ".join(f"{named(pair)} shared {count}" for pair, count in sorted(self._twice.items()))
         return ranks, (
             f"samples are used twice within an epoch: of {len(self._owner)} samples, {pairs}. Use the same seed for "
-            "the sampler on all ranks, and give each rank its own shard of the order"
+            "the sampler on all ranks, and assign each rank its own shard of the shuffled samples"
         )
 
 
@@ -195,7 +195,7 @@ class SameRandomNumbers(Detector):
         super().attach(program)
         self._before = self._drawn = 0
         self._first = program.step
-        self._has_told = False
+        self._has_reported = False
 
     def before_forward(self, inputs: tuple[Any, ...]) -> None:
         """Store the state of the random number generator if a comparison is due."""
@@ -215,15 +215,15 @@ class SameRandomNumbers(Detector):
         return [float(drawn)]
 
     def check(self, step: int, reports: LocalReport) -> list[Finding]:
-        """Return a finding the first time that two ranks have the same state."""
+        """Return a finding when two ranks have the same state for the first time."""
         by_state: defaultdict[float, list[int]] = defaultdict(list)
         for rank, [state] in enumerate(reports):
             if state:
                 by_state[state].append(rank)
         ranks = next((tuple(each) for each in by_state.values() if len(each) > 1), ())
-        if not ranks or self._has_told:
+        if not ranks or self._has_reported:
             return []
-        self._has_told = True
+        self._has_reported = True
         message = (
             f"{named(ranks)} draw the same random numbers in the forward pass: their dropout masks are identical. "
             "After the model is built, seed each rank differently, as in torch.manual_seed(rng.seed_of(seed, rank))"
@@ -237,7 +237,7 @@ class SameRandomNumbers(Detector):
 
 
 def rows_hashed(inputs: Any) -> torch.Tensor:
-    """Return a 64-bit hash of each row of a batch, over all of its tensors.
+    """Return a 64-bit hash of each row of a batch. The hash covers all tensors of the batch.
 
     Returns:
         A tensor [rows], which is empty if the batch contains no tensors.

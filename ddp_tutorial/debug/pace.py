@@ -9,11 +9,11 @@ from ddp_tutorial.runs.summaries import straggler
 
 # The first steps open files and allocate memory.
 _WARM_UP = 2
-# Minimum wait per step, in seconds, that is reported.
-_WORTH_TELLING = 0.005
+# Waits of at most this many seconds per step are not reported.
+_MIN_WAIT = 0.005
 
 
-class _OverAWindow(Detector):
+class _WindowDetector(Detector):
     """Base class of detectors that sum each rank's phase times over `window` steps, and then evaluate the sums."""
 
     observes: ClassVar[frozenset[Observable]] = frozenset({"seconds"})
@@ -29,7 +29,7 @@ class _OverAWindow(Detector):
             ValueError: If `window` is below 1.
         """
         if window < 1:
-            raise ValueError(f"window must be at least 1 step, got {window}")
+            raise ValueError(f"'window' must be at least 1 step, got {window}")
         self.window = window
 
     def attach(self, program: Program) -> None:
@@ -38,7 +38,7 @@ class _OverAWindow(Detector):
         self._from = program.step + _WARM_UP
         self._steps = 0
         self._sums = [[0.0] * len(self.phases) for _ in range(program.world.size)]
-        self._has_told = False
+        self._has_reported = False
 
     def local_report(self, observation: StepObservation) -> Sequence[float]:
         """Return the time of each phase on this rank, in seconds."""
@@ -46,7 +46,7 @@ class _OverAWindow(Detector):
 
     def check(self, step: int, reports: LocalReport) -> list[Finding]:
         """Add the phase times of all ranks. Until there is a finding, evaluate the sums at the end of each window."""
-        if self._has_told or step < self._from:
+        if self._has_reported or step < self._from:
             return []
         self._sums = [[a + b for a, b in zip(*each, strict=True)] for each in zip(self._sums, reports, strict=True)]
         self._steps += 1
@@ -55,7 +55,7 @@ class _OverAWindow(Detector):
         seconds = {name: [of_rank[place] for of_rank in self._sums] for place, name in enumerate(self.phases)}
         self._sums, self._steps = [[0.0] * len(self.phases) for _ in reports], 0
         found = self.check_window(step, seconds)
-        self._has_told = found is not None
+        self._has_reported = found is not None
         return [found] if found else []
 
     def check_window(self, step: int, seconds: dict[str, list[float]]) -> Finding | None:
@@ -68,7 +68,7 @@ class _OverAWindow(Detector):
         raise NotImplementedError
 
 
-class Straggler(_OverAWindow):
+class Straggler(_WindowDetector):
     """Detector of a rank that is slow in the same phase in two consecutive windows, so that the other ranks wait.
 
     The detector measures the time that a rank spends on its own work, which consists of waiting for data, the forward
@@ -123,7 +123,7 @@ def slow_rank(seconds: dict[str, list[float]]) -> tuple[int, str, float] | None:
     return rank, phase, float(found["seconds"])
 
 
-class DataStarvation(_OverAWindow):
+class DataStarvation(_WindowDetector):
     """Detector of ranks that spend more than `limit` of their time waiting for data.
 
     A wait is the time until a `DataLoader` returns the next batch, or the time of the phase "data".
@@ -145,7 +145,7 @@ class DataStarvation(_OverAWindow):
         """
         super().__init__(window)
         if not 0 < limit < 1:
-            raise ValueError(f"limit must be between 0 and 1, got {limit}")
+            raise ValueError(f"'limit' must be between 0 and 1, got {limit}")
         self.limit = limit
 
     def check_window(self, step: int, seconds: dict[str, list[float]]) -> Finding | None:
@@ -154,7 +154,7 @@ class DataStarvation(_OverAWindow):
         ranks = tuple(
             rank
             for rank, (share, waited) in enumerate(zip(shares, seconds["data"], strict=True))
-            if share > self.limit and waited > self.window * _WORTH_TELLING
+            if share > self.limit and waited > self.window * _MIN_WAIT
         )
         if not ranks:
             return None

@@ -1,4 +1,4 @@
-"""Read the collectives that this rank has entered, and their calling lines, from PyTorch's flight recorder.
+"""Read the collectives that this rank has entered, and the lines that called them, from PyTorch's flight recorder.
 
 PyTorch keeps the last 2,000 collectives of a process (TORCH_FR_BUFFER_SIZE). These include gloo's collectives, and the
 collectives that DDP starts in C++. Each record contains the collective's number in its group, the sizes and the Python
@@ -23,7 +23,7 @@ from ddp_tutorial.processes import rank as rank_module
 _TORCH = str(Path(torch.__file__).parent)
 _STDLIB = sysconfig.get_path("stdlib")
 _OURS = str(Path(__file__).parent.parent)  # this package
-_RANK = rank_module.__file__  # outer frames only start the rank
+_RANK = rank_module.__file__  # frames of this file and outside of them only start the rank
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,7 @@ class Call:
         op: The operation, such as "all_reduce" or "broadcast".
         sizes: The sizes of the inputs.
         dtypes: The types of the inputs.
-        lines: The calling line in this package, if there is one, followed by the calling line in the user's program.
+        lines: The line of this package that called the collective, if any, followed by the line of the user's program.
         done: Whether the collective has completed.
     """
 
@@ -88,7 +88,7 @@ def progress() -> dict[str, tuple[int, int]]:
     }
 
 
-def standing_lines(thread: int | None = None) -> tuple[Line, ...]:
+def current_lines(thread: int | None = None) -> tuple[Line, ...]:
     """Return the line that a thread is executing, in the format of `Call.lines`.
 
     Args:
@@ -120,8 +120,8 @@ def _call(entry: dict[str, Any]) -> Call:
 def _lines(stack: Iterable[tuple[str, int, str]]) -> tuple[Line, ...]:
     """Select the relevant lines of a stack, which starts with the innermost frame.
 
-    The first line is the innermost one outside of PyTorch and the standard library. If this line is in this package,
-    the second line is the innermost one outside of this package.
+    The first selected line is the innermost one outside of PyTorch and the standard library. If this line is in this
+    package, the second selected line is the innermost one outside of this package.
     """
     found: list[Line] = []
     for file, number, function in stack:

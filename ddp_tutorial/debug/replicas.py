@@ -1,8 +1,8 @@
 """Check that all ranks have the same weights, by comparing checksums of parameters, optimizer state and buffers.
 
 Replicas start with identical weights and receive the same gradients, so they stay bitwise identical. The check
-therefore has no tolerance. Each rank sends one number that depends on all bits. If the numbers differ, the ranks
-compare the tensors one by one. This check is the most expensive check, because it reads all bits. It therefore runs
+therefore has no tolerance. Each rank sends one number that depends on all bits of its state. If the numbers differ, the
+ranks compare the tensors one by one. This check is the most expensive one, because it reads all bits. It therefore runs
 only occasionally, and immediately if the ranks' averaged gradients differ.
 """
 
@@ -35,9 +35,9 @@ class ReplicaDrift(Detector):
     at the start of the first forward pass of these steps, just after DDP has broadcast them.
 
     Differences that are caused by a gradient are found at the next exchange and reported with the step of the gradient.
-    For this purpose, the ranks compare a sum of the averaged gradients for each step. Other differences are found up to
-    `every - 1` steps later, for example if one rank changes an option. They are reported with the step in which they
-    were found. The message contains the last step without a difference.
+    For this purpose, the ranks compare a sum of the averaged gradients for each step. Other differences, such as an
+    option that one rank has changed, are found up to `every - 1` steps later. They are reported with the step in which
+    they were found. The message contains the last step without a difference.
 
     A difference in the parameters or the optimizer is an error. A difference in the buffers is only a warning, because
     training remains correct. However, a checkpoint contains only rank 0's buffers. Sharded state, such as DTensors,
@@ -58,20 +58,20 @@ class ReplicaDrift(Detector):
     def __init__(self, every: int = 20, ignore: Sequence[str] = ()) -> None:
         """Store the arguments; see the class docstring."""
         if every < 1:
-            raise ValueError(f"every must be at least 1 step, got {every}")
+            raise ValueError(f"'every' must be at least 1 step, got {every}")
         self.every, self.ignore = every, tuple(ignore)
         self._buffers: dict[str, int] = {}
-        self._told: set[str] = set()
+        self._reported: set[str] = set()
 
     def attach(self, program: Program) -> None:
         """Reset the detector for a new block."""
         super().attach(program)
         self._first, self._buffers = program.step, {}
-        self._said = float(combine_checksums(self._buffers))
-        self._has_begun, self._is_telling = False, True
+        self._buffers_checksum = float(combine_checksums(self._buffers))
+        self._has_begun, self._compares_gradients = False, True
         self._sizes: dict[int, Sequence[float | torch.Tensor]] = {}  # step -> gradient sizes, until exchanged
         self._sums: dict[int, dict[str, int]] = {}  # step -> checksums, until exchanged
-        self._doubts: tuple[int, dict[str, str]] | None = None  # a step with different gradients, and their sizes
+        self._difference: tuple[int, dict[str, str]] | None = None  # a step with different gradients, and their sizes
         self._same_after: int | None = None
         self._compared: tuple[float, ...] = ()  # combined buffer checksums of the last comparison
 
@@ -83,18 +83,18 @@ class ReplicaDrift(Detector):
         if not self._has_begun and self.program.module.training and self._is_due(self.program.step):
             self._has_begun = True
             self._buffers = checksums(self._kept(dict(self.program.module.named_buffers())))
-            self._said = float(combine_checksums(self._buffers))
+            self._buffers_checksum = float(combine_checksums(self._buffers))
 
     def local_report(self, observation: StepObservation) -> Sequence[float]:
         """Return the combined checksums of buffers and gradients and, if due, of parameters and optimizer state."""
         self._has_begun, step, state = False, self.program.step, 0.0
-        if self._is_telling:
+        if self._compares_gradients:
             self._sizes[step] = self.program.gradient_sizes()
         is_due = step != self._first and step % self.every == 0
         if is_due and self.every > 1 and self.program.world.size > 1:  # with every=1, `after_update` compares
             self._sums[step] = checksums(self._kept(dict(self._state())))
             state = float(combine_checksums(self._sums[step]))
-        return [self._said, self.program.gradient(), state]
+        return [self._buffers_checksum, self.program.gradient(), state]
 
     def check(self, step: int, reports: LocalReport) -> list[Finding]:
         """Return the findings from the checksums of all ranks. Collective."""
@@ -105,9 +105,9 @@ class ReplicaDrift(Detector):
             found, self._compared = self._compare_buffers(step), buffers
         if any(states):
             found += self._verdict(step, step - 1, sums, states)
-        if self._doubts is None and self._is_telling and len({each.hex() for each in gradients}) > 1:
+        if self._difference is None and self._compares_gradients and len({each.hex() for each in gradients}) > 1:
             values = [float(each).hex() for each in sizes]
-            self._doubts = step, dict(zip(self.program.named_gradients(), values, strict=False))
+            self._difference = step, dict(zip(self.program.named_gradients(), values, strict=False))
             if step < self.program.step:  # otherwise the update has not used the gradients yet
                 found += self._compare(self.program.step, self.program.step - 1)
         return found
@@ -115,10 +115,10 @@ class ReplicaDrift(Detector):
     def _compare_buffers(self, step: int) -> list[Finding]:
         """Return a finding for the first buffer that differs, once for each buffer. Collective."""
         found = first_drift(self.program.gather(self._buffers))
-        if found is None or found[0] in self._told:
+        if found is None or found[0] in self._reported:
             return []
         name, ranks = found
-        self._told.add(name)
+        self._reported.add(name)
         differ = _differ(ranks, self.program.world.size)
         message = (
             f"buffer {name!r} is not the same on all ranks at the start of the step: {differ}. Metrics and checkpoints "
@@ -129,7 +129,7 @@ class ReplicaDrift(Detector):
     def after_update(self, step: int) -> list[Finding]:
         """Compare parameters and optimizer state if a comparison is due or the gradients differed. Collective."""
         is_due = step == self._first or self.every == 1
-        return self._compare(step, step) if is_due or self._doubts else []
+        return self._compare(step, step) if is_due or self._difference else []
 
     def _compare(self, step: int, after: int) -> list[Finding]:
         """Compare all bits of the parameters and the optimizer state. Collective.
@@ -153,17 +153,17 @@ class ReplicaDrift(Detector):
         """
         if all(each == of_ranks[0] for each in of_ranks):
             # Gradients may differ without a problem if the ranks average their weights instead.
-            self._is_telling = self._is_telling and not self._doubts
-            self._doubts, self._same_after = None, after
+            self._compares_gradients = self._compares_gradients and not self._difference
+            self._difference, self._same_after = None, after
             return []
         found = first_drift(self.program.gather(sums))
         assert found is not None, "the combined checksums differ, so those of one tensor differ"
         since = ""
-        if self._doubts and self._doubts[0] < step:  # by now all tensors may differ, so compare that step's gradients
-            step, sizes = self._doubts
+        if self._difference and self._difference[0] < step:  # all tensors may differ now: compare that step's gradients
+            step, sizes = self._difference
             found = first_drift(self.program.gather(self._kept(sizes))) or found
         elif self._same_after is not None and self._same_after < after - 1:
-            since = f". After step {self._same_after}, everything was identical"
+            since = f". After step {self._same_after}, the replicas were identical"
         name, ranks = found
         differ = _differ(ranks, self.program.world.size)
         message = f"the replicas have drifted apart: {name} is not the same on all ranks, {differ}{since}"
@@ -180,7 +180,7 @@ class ReplicaDrift(Detector):
                 if key != "params":
                     yield f"{key} of the optimizer's parameter group {number}", value
         yield from ((name, p) for name, p in self.program.module.named_parameters() if not is_piece(p))
-        # Compared by name, because importing ZeroRedundancyOptimizer logs a warning.
+        # The classes are compared by name, because importing ZeroRedundancyOptimizer logs a warning.
         if {"ZeroRedundancyOptimizer", "ShardedOptimizer"} & {each.__name__ for each in type(optimizer).__mro__}:
             return
         for parameter, state in optimizer.state.items():
@@ -238,8 +238,8 @@ def checksums(named: Mapping[str, Any]) -> dict[str, int]:
 def _checksum(tensor: torch.Tensor) -> int | torch.Tensor:
     """Return a hash of all bits of the tensor.
 
-    The hash sums rows of 1,024 numbers and weights these sums by their position in the row. The computation is as fast
-    as reading the memory. The hash detects values that have moved, unless they have moved by a multiple of a row.
+    For each of the 1,024 positions in a row, the hash sums the numbers of all rows, and multiplies the sum by a weight.
+    Hashing is as fast as reading the memory. It detects values that have moved, except by a multiple of a row.
     """
     if tensor.dtype is torch.float32 and tensor.is_cpu:  # the most common case
         values = tensor.detach().contiguous().numpy()

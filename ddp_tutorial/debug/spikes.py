@@ -1,4 +1,4 @@
-"""Detect sudden jumps of the gradient and a diverging loss."""
+"""Detect sudden jumps in the gradient norm, and a diverging loss."""
 
 import math
 import statistics
@@ -9,7 +9,7 @@ from typing import ClassVar
 from ddp_tutorial.debug.detector import Detector, Finding, LocalReport, Program
 from ddp_tutorial.debug.instrumentation import Observable, StepObservation
 
-# Number of values that a median requires.
+# Minimum number of values for a median.
 _KNOWN = 10
 
 
@@ -30,14 +30,14 @@ class GradientSpike(Detector):
 
         Args:
             times: The ratio to the median above which a norm is reported.
-            window: The number of steps in the median.
+            window: The number of steps over which the median is computed.
 
         Raises:
             ValueError: If `times` is not above 1, or `window` is below 10.
         """
         if times <= 1 or window < _KNOWN:
             raise ValueError(
-                f"times must be greater than 1 and window must be at least {_KNOWN} steps, got {times=}, {window=}"
+                f"'times' must be above 1, and 'window' must be at least {_KNOWN} steps, got {times=}, {window=}"
             )
         self.times, self.window = times, window
 
@@ -69,7 +69,7 @@ class GradientSpike(Detector):
         description = "; ".join(
             f"on rank {rank} to {higher[rank]:.0f} times its median, mostly in {largest[rank]!r}" for rank in ranks
         )
-        message = f"the gradient norm jumps before averaging and clipping: {description}"
+        message = f"the gradient norm jumps (measured before averaging and clipping): {description}"
         return [Finding(self.name, step, ranks, message, "warning", largest[ranks[0]])]
 
 
@@ -112,9 +112,7 @@ class LossDivergence(Detector):
             ValueError: If `times` is not above 1, or `window` is below 1.
         """
         if times <= 1 or window < 1:
-            raise ValueError(
-                f"times must be greater than 1 and window must be at least 1 step, got {times=}, {window=}"
-            )
+            raise ValueError(f"'times' must be above 1, and 'window' must be at least 1 step, got {times=}, {window=}")
         self.times, self.window = times, window
 
     def attach(self, program: Program) -> None:

@@ -12,7 +12,7 @@ _MOST = 20
 
 
 class UnusedParameters(Detector):
-    """Detector that reports the name of each parameter without a gradient, once.
+    """Detector that reports each parameter without a gradient once, by name.
 
     Models with `find_unused_parameters=True` are not checked. If only some ranks use a parameter, PyTorch's DDP may
     block in the backward pass on these ranks, before the optimizer step. Use `watching` to detect this.
@@ -28,7 +28,7 @@ class UnusedParameters(Detector):
         self._trained = {name: p for p, name in program.names.items() if p.requires_grad}
         self._is_allowed = bool(getattr(program.model, "find_unused_parameters", False))
         self._known: set[tuple[float, ...]] = set()
-        self._told: set[str] = set()
+        self._named: set[str] = set()
         self._mine: dict[float, list[str]] = {}  # checksum -> the names
 
     def local_report(self, observation: StepObservation) -> Sequence[float]:
@@ -48,15 +48,15 @@ class UnusedParameters(Detector):
             return []
         self._known.add(key)
         of_ranks = self.program.gather(self._mine.get(key[self.program.world.rank], []))
-        names = [name for name in dict.fromkeys(name for each in of_ranks for name in each) if name not in self._told]
+        names = [name for name in dict.fromkeys(name for each in of_ranks for name in each) if name not in self._named]
         if not names:
             return []
-        self._told |= set(names)
+        self._named |= set(names)
         ranks = tuple(rank for rank, each in enumerate(of_ranks) if set(each) & set(names))
         unused = ", ".join(f"{name!r}{_on(name, of_ranks)}" for name in names)
         message = (
             f"parameters that received no gradient: {unused}. The loss does not depend on them. Use them, freeze them "
-            "with requires_grad_(False), or allow it with find_unused_parameters=True"
+            "with requires_grad_(False), or allow unused parameters with find_unused_parameters=True"
         )
         return [Finding(self.name, step, ranks, message, "warning", names[0])]
 

@@ -1,7 +1,7 @@
 """Complete training scripts of about 100 lines each, to copy and adapt.
 
-    python -m ddp_tutorial.examples.NAME                            one process, or several that the script starts
-    torchrun --nproc-per-node 2 -m ddp_tutorial.examples.NAME       the ranks that torchrun starts
+    python -m ddp_tutorial.examples.NAME                            in one process, or in ranks that the script starts
+    torchrun --nproc-per-node 2 -m ddp_tutorial.examples.NAME       in ranks that torchrun starts
 
 `digits` trains a convolutional network with synchronized BatchNorm on images. `finetune` trains a Hugging Face language
 model on texts of different lengths. `plain` trains the network of `digits` in plain torch, without this package.

@@ -62,7 +62,7 @@ def collate(rows: list[bytes]) -> dict[str, torch.Tensor]:
 def loss(model: nn.Module, batch: dict[str, torch.Tensor]) -> tuple[Any, ...]:
     """Return the summed loss, the number of tokens, and the accuracy as a sum and a count.
 
-    With a mean on each rank, tokens in short texts would be weighted more heavily.
+    If each rank returned a mean instead, tokens in short texts would be weighted more heavily.
     """
     logits = model(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"]).logits[:, :-1]
     targets = batch["labels"][:, 1:]  # predict each token from the previous ones

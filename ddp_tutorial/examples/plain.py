@@ -1,7 +1,7 @@
 """Train the network of `digits.py` in plain torch, with all steps of data parallelism written out.
 
 python -m ddp_tutorial.examples.plain steps=200 accumulate=2
-torchrun --nproc-per-node 2 -m ddp_tutorial.examples.plain checkpoint=runs/plain.pt  # rerun it to resume
+torchrun --nproc-per-node 2 -m ddp_tutorial.examples.plain checkpoint=runs/plain.pt  # rerun to resume
 """
 
 import os
@@ -56,7 +56,7 @@ def main(checkpoint: str = "plain.pt", steps: int = 200, accumulate: int = 1, ba
     dist.init_process_group()
     rank, size = dist.get_rank(), dist.get_world_size()
     if batch % size:
-        raise ValueError(f"batch must be a multiple of the number of ranks, got {batch} on {size} ranks")
+        raise ValueError(f"'batch' must be a multiple of the number of ranks ({size}), got {batch}")
     torch.manual_seed(0)  # identical weights on all ranks
     convs = [(nn.Conv2d(a, b, 3, padding=1, bias=False), BatchNorm(b), nn.ReLU()) for a, b in pairwise((1, 16, 32, 64))]
     model = nn.Sequential(*sum(convs, ()), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(64, 10)).to(device)
@@ -71,7 +71,7 @@ def main(checkpoint: str = "plain.pt", steps: int = 200, accumulate: int = 1, ba
     losses, *states = saved[0]
     for part, state in zip(parts, states, strict=False):  # no states: start at step 0
         part.load_state_dict(state)
-    ddp = DistributedDataParallel(model)  # sends rank 0's weights
+    ddp = DistributedDataParallel(model)  # broadcasts rank 0's weights
     while len(losses) < steps:
         epoch, done = divmod(len(losses), len(loader))
         sampler.set_epoch(epoch)  # otherwise, every epoch uses the same order
@@ -93,7 +93,7 @@ def main(checkpoint: str = "plain.pt", steps: int = 200, accumulate: int = 1, ba
                 print(f"step {len(losses)}: loss {losses[-1]:.4f}", flush=True)
                 torch.save([losses, *(part.state_dict() for part in parts)], aside)
                 aside.replace(path)  # atomic: a kill leaves the old or the new file
-    pixels, digits = (tensor[rank::size].to(device) for tensor in images("validation"))  # each image once
+    pixels, digits = (tensor[rank::size].to(device) for tensor in images("validation"))  # a different part on each rank
     right = (model.eval().requires_grad_(False)(pixels).argmax(1) == digits).sum()
     dist.all_reduce(total := torch.stack([right, right.new_tensor(len(digits))]))
     if rank == 0:

@@ -4,9 +4,9 @@
     python -m ddp_tutorial.examples.ray_train name=digits checkpoint.every=20          # two workers on this machine
     RAY_ADDRESS=auto python -m ddp_tutorial.examples.ray_train name=digits checkpoint.every=20 nprocs=8  # on a cluster
 
-Ray stores its files in `runs/` in the current folder. All machines in the cluster must share this folder. Ray reports
-and removes the run's own checkpoints, but does not copy them. If a worker is lost, Ray restarts all workers, and the
-run resumes from its last checkpoint. The result is bitwise identical to that of an uninterrupted run.
+Ray stores its files in `runs/` in the current folder. All machines in the cluster must share this folder. The run
+reports its checkpoints to Ray, which removes old checkpoints but does not copy them. If a worker is lost, Ray restarts
+all workers, and the run resumes from its last checkpoint. The result is bitwise identical to an uninterrupted run's.
 """
 
 import os
@@ -68,7 +68,7 @@ def work(asked: dict[str, Any]) -> None:
 def trainer(options: digits.Options, work: Callable[[dict[str, Any]], None] = work) -> TorchTrainer:
     """Return Ray's trainer for a resumable run, or raise `ConfigError` if `options` do not allow resuming."""
     if not options.name or not options.checkpoint.every or options.checkpoint.background:
-        raise ConfigError("a Ray run must be resumable: set name= and checkpoint.every=, and disable background saves")
+        raise ConfigError("a Ray run must be resumable: set name=, checkpoint.every= and checkpoint.background=false")
     kept = options.checkpoint.keep_last
     checkpoint = options.checkpoint.model_copy(update={"keep_last": ALL})
     options = options.model_copy(update={"resume": "auto", "checkpoint": checkpoint})

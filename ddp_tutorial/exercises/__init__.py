@@ -58,9 +58,9 @@ class Exercise:
     An answer is a function, a class, or the path of a script.
 
     Attributes:
-        task: The assignment, printed for an answer that is not filled in yet.
-        test: A function that takes the answer and returns praise, or raises `WrongAnswerError`. The function may start
-            ranks.
+        task: The assignment, printed if the answer is not filled in yet.
+        test: A function that takes the answer, and either returns praise or raises `WrongAnswerError`. The function may
+            start ranks.
         solution: A right answer.
         wrong: A dict that maps a short description of each mistake to an answer with this mistake.
         hints: The hints, in the order in which `hint` prints them.
@@ -182,7 +182,7 @@ class _EndlessError(BaseException):
     """
 
 
-_SECONDS = 60.0  # CPU time of this process; waiting for ranks does not count
+_SECONDS = 60.0  # limit of this process's CPU time; waiting for ranks does not count
 _ENDLESS = f"Your answer has used {_SECONDS:.0f} seconds of CPU time and has not returned. Is there an infinite loop?"
 
 
@@ -206,7 +206,7 @@ def _limit_cpu_time() -> Iterator[None]:
 
 
 def _own_line(error: BaseException) -> str:
-    """Return the location and source of the answer's line that raised `error`, or a hint if the answer had returned."""
+    """Return the location and source of the answer's line that raised `error`, or a hint if no such line exists."""
     own = [each for each in traceback.extract_tb(error.__traceback__) if not each.filename.startswith(_NOT_OWN)]
     if not own:
         return _missing_return_hint(error)
@@ -250,7 +250,7 @@ def without_annotations(source: str) -> str:
 
 
 def imports_for(source: str, solution: Answer) -> list[str]:
-    """Return the imports in the module of `solution` that `source` requires and the notebook (`__main__`) lacks."""
+    """Return those imports of `solution`'s module that `source` requires and the notebook (`__main__`) lacks."""
     lacking = globals_in(source) - vars(sys.modules["__main__"]).keys() - vars(builtins).keys()
     lines = []
     for node in ast.parse(inspect.getsource(sys.modules[solution.__module__])).body:
@@ -284,7 +284,7 @@ def expect(condition: bool, otherwise: str) -> None:
 
 
 def number(answer: Answer, *arguments: object) -> float:
-    """Return the result of an answer. Raise `WrongAnswerError` if it is not a number."""
+    """Return the answer's result, or raise `WrongAnswerError` if the result is not a number."""
     result = answer(*arguments)
     if isinstance(result, bool) or not isinstance(result, (int, float)):
         raise WrongAnswerError(f"The result must be a number, got {result!r}.")

@@ -34,7 +34,7 @@ class _Routes(nn.Module):
 
 
 def _run_average(world: World, answer: Answer) -> None:
-    """Check two averages. Rank r's input is [r + 1, 0]. Only in the second average, the last rank skips `sometimes`."""
+    """Check two averages. Rank r's input is [r + 1, 0]. The last rank skips `sometimes` only in the second average."""
     local = torch.tensor([world.rank + 1.0, 0.0])
     everyone = sum(range(1, world.size + 1)) / world.size
     with_detour = sum(range(1, world.size)) / world.size

@@ -428,7 +428,7 @@ save_files = Exercise(
 # ----------------------------------------------------------------------------------- 3. survive kills at random moments
 
 _RANKS, _STEPS, _NUMBERS = 2, 6, 2000
-_PATIENCE = 30.0  # seconds until an attempt counts as hanging
+_HANG_SECONDS = 30.0  # an attempt that takes longer counts as hanging
 _KILLS = 20
 
 
@@ -527,7 +527,7 @@ def _noted(notes: Path, kind: str) -> dict[int, Any]:
 
 
 def _run_rank(rank: int, answer: Any, folder: Path, notes: Path, killer: _Killer) -> None:
-    """Run a rank in a forked process, which exits without Python's shutdown."""
+    """Run a rank in a forked process, which exits without finalizing Python."""
     code = 1
     try:
         killer.note = notes / f"killed.{rank}"
@@ -551,7 +551,7 @@ def _attempt(answer: Any, folder: Path, killers: Mapping[int, _Killer]) -> dict[
                 _run_rank(rank, answer, folder, notes, killers.get(rank, _Killer(answer)))
             ranks[child] = rank
         codes: dict[int, int] = {}  # by rank
-        deadline, late = time.monotonic() + _PATIENCE, False
+        deadline, late = time.monotonic() + _HANG_SECONDS, False
         while len(codes) < _RANKS:
             for child, rank in ranks.items():
                 if rank not in codes and (waited := os.waitpid(child, os.WNOHANG))[0]:
@@ -755,7 +755,7 @@ class _DoesNotWait(_Checkpoints):
         if self.rank == 0:
             for file in parts.iterdir():
                 with file.open("rb") as opened:
-                    while opened.read(100):  # a slow check, which rank 1 does not wait for
+                    while opened.read(100):  # rank 1 does not wait for this slow check
                         pass
             shutil.rmtree(self.folder / f"step_{step:08}", ignore_errors=True)
             (parts / "manifest.json").write_text(json.dumps(hashes))

@@ -276,7 +276,7 @@ def _same_cap(ready: Sequence[float], nbytes: Sequence[int], latency: float, ban
 def _all_that_is_ready(
     ready: Sequence[float], nbytes: Sequence[int], latency: float, bandwidth: float
 ) -> list[list[int]]:
-    """Return buckets that contain all ready gradients whenever the link is free."""
+    """Return the buckets that result if, whenever the link is free, all ready gradients form the next bucket."""
     buckets: list[list[int]] = []
     free, index = 0.0, 0
     while index < len(ready):

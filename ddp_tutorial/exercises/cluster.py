@@ -221,7 +221,7 @@ AllReduce = Callable[[torch.Tensor], None]
 _HOSTS = (2, 3)
 _PER_HOST = 2
 _LENGTHS = (1, 7, 500_001)  # not divisible by the number of ranks; the last is long enough to measure
-_MOST = 1.2  # factor over the payload bytes, for headers and protocol messages
+_MOST = 1.2  # maximum ratio of sent bytes to payload bytes; allows for headers and protocol messages
 
 
 class _Reduced(NamedTuple):

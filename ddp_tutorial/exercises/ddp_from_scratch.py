@@ -113,7 +113,7 @@ assign = Exercise(
     ),
 )
 
-# --------------------------------------------------------------------------------- 2. start buckets in the same order
+# --------------------------------------------------------------------------- 2. start all-reduces in the same order
 
 _SIDE = 4  # each layer's weight is a 4 x 4 matrix in float32, which has 64 bytes
 
@@ -368,7 +368,7 @@ def _starts_as_they_fill(world: World, buckets: Sequence[_Bucket], parameter: nn
 
 
 def _starts_only_its_own(world: World, buckets: Sequence[_Bucket], parameter: nn.Parameter) -> None:
-    """Start the parameter's bucket in turn, but not the full buckets that waited for this bucket."""
+    """Start the all-reduce of the parameter's bucket, but not those of the full buckets that waited for this bucket."""
     bucket = _count(buckets, parameter)
     place = next(number for number, each in enumerate(buckets) if each is bucket)
     if bucket.missing == 0 and all(each.work is not None for each in buckets[:place]):
@@ -451,7 +451,7 @@ class _Pausable:
 
 
 def _pause(answer: Answer, model: _Pausable) -> AbstractContextManager[None]:
-    """Return the answer as a context manager, wrapping it if it is a generator function."""
+    """Return the answer's context manager. If the answer is a generator function, make a context manager from it."""
     made = answer(model)
     if isinstance(made, AbstractContextManager):
         return made
@@ -619,7 +619,7 @@ def _gradients_of_one_process(case: _Case, model: nn.Module, rank: int, step: in
 def _run_class(world: World, answer: Answer) -> None:
     """Check three steps of each case. Gradients are zero at the start of step 2, and None at the start of step 3."""
     for case in _CASES:
-        print(f"Case: {case.story}.")  # the report about a hanging rank contains the rank's last line
+        print(f"Case: {case.story}.")  # the report about a hanging rank contains the rank's last printed line
         try:
             _run_case(world, answer, case)
         except NotImplementedError:

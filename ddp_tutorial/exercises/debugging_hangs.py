@@ -368,7 +368,7 @@ _SUM, _COPY, _MEET = "all_reduce [3]", "broadcast [3]", "barrier"
 _SECONDS = 0.8
 _CALM_SECONDS = 2.4  # duration of a story without a hang
 _LATEST_SECONDS = 15.0  # deadline for the report of a hang; long enough for a busy machine
-_SLOWEST_SECONDS = 10.0  # within which a watchdog must return after the end
+_SLOWEST_SECONDS = 10.0  # after the end of a story, a watchdog must return within this time
 _NEVER = float("inf")
 
 

@@ -31,7 +31,7 @@ _RECORDS: list[tuple[list[Attempt], set[str]]] = [
         ],
         {"n3"},
     ),
-    # Each host fails first only once, which may be chance.
+    # In each attempt, a different host fails first, which may be chance.
     ([[(5.0, "n1", -9), (6.0, "n2", 1)], [(8.0, "n2", -9), (9.0, "n1", 1)]], set()),
     # n2 exits first in two attempts, but only because its agent stops it (-15).
     (
@@ -273,7 +273,7 @@ run_job = Exercise(
 # ------------------------------------------------------------------------------------------------- 3. an elastic script
 
 _EVERY = 17  # steps between checkpoints; an epoch has 13 steps
-_SEEN = _EVERY + 4  # steps of the first two attempts before a signal
+_SEEN = _EVERY + 4  # steps that the first two attempts take before they receive a signal
 _FOREVER = 20_000  # steps of the interrupted attempts; finite in case the interruption fails
 _SOLUTION = Path(__file__).with_name("fault_tolerance_script.py")
 

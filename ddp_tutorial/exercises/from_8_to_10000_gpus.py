@@ -47,8 +47,8 @@ def _budgets(options: Sequence[Estimate]) -> Iterator[tuple[float, float]]:
     yield math.inf, math.inf
     yield by_cost[0][0] * 0.9, math.inf  # the cheapest option is too slow
     yield by_time[0][0] * 1.01, math.inf  # only the fastest option is fast enough
-    yield by_time[0][0] * 1.01, by_cost[0][1] * 1.001  # none
-    yield math.inf, by_cost[0][1] * 0.9  # none
+    yield by_time[0][0] * 1.01, by_cost[0][1] * 1.001  # no option meets both limits
+    yield math.inf, by_cost[0][1] * 0.9  # no option is cheap enough
     yield by_cost[0][0] * 1.01, by_cost[0][1] * 1.01
 
 
@@ -170,7 +170,7 @@ class Claim:
 
 
 def _claims() -> Iterator[tuple[Claim, str]]:
-    """Yield claims and their errors. The first two claims are published MFUs."""
+    """Yield claims and their errors. The first two claims contain published MFUs."""
     runs = {run.name: run for run in (*PUBLISHED_RUNS, *CONTEXT_PARALLEL_RUNS)}
 
     def claim(name: str, mfu: float | None = None, ring: float | None = None) -> Claim:

@@ -71,7 +71,7 @@ def _run_topk(world: World, answer: Answer) -> None:
 
 
 def _expect_sparse_mean(watched: WatchedHook, averaged: torch.Tensor) -> None:
-    """Check the first step, which has one bucket and no unsent elements from earlier steps."""
+    """Check the first step, in which there is one bucket and there are no unsent elements from earlier steps."""
     dense = averaged.nbytes
     expect(bool(watched.sent), "Your hook must call dist.all_gather or dist.all_reduce, but called neither.")
     expect(

@@ -125,8 +125,8 @@ def _with_ways(
 ) -> Answer:
     """Return a variant of the solution.
 
-    `train`, `evaluate` and `save` are "ddp" or "module", and specify how each operation accesses the model. `mode` and
-    `back` specify whether the model is in training mode during and after the evaluation.
+    `train`, `evaluate` and `save` are "ddp" or "module", and specify how each operation accesses the model. `mode`
+    specifies whether the model is in training mode during the evaluation, and `back` whether it is afterwards.
     """
 
     def answer(

@@ -245,7 +245,7 @@ honest_interval = Exercise(
 Arms = Mapping[str, Callable[[], None]]
 Benchmark = Callable[[Arms, int, Callable[[], None]], dict[str, list[float]]]
 _TURNS = 4
-_START, _WORK, _STRAGGLER = 1.5, 0.1, 0.3  # seconds for the first step, a step, and a step on the slow rank
+_START, _WORK, _STRAGGLER = 1.5, 0.1, 0.3  # seconds for the first step, a later step, and a step on the slow rank
 
 
 class _Device:

@@ -28,7 +28,7 @@ _SHARDS: tuple[tuple[str, list[list[int]]], ...] = (
     ("rank 1 reads sample 4 twice", [[0, 3, 6], [1, 4, 4], [2, 5]]),
     ("rank 0 reads sample 7 instead of sample 6", [[0, 3, 7], [1, 4], [2, 5]]),
 )
-_VALID = 3  # the first cases are correct
+_VALID = 3  # the number of correct cases, which come first
 
 
 def _run_check(world: World, answer: Answer) -> list[tuple[bool, object]]:
@@ -43,7 +43,7 @@ def _run_check(world: World, answer: Answer) -> list[tuple[bool, object]]:
         else:
             found.append((False, result))
         expect(indices == shards[world.rank], "check_shards must not change the list `indices`.")
-        dist.barrier()  # the training would communicate next
+        dist.barrier()  # simulates the next collective of the training
     return found
 
 
@@ -286,7 +286,7 @@ evaluate = Exercise(
 
 _WORLDS = (1, 2, 3, 4)
 _SHAPES = ((24, 6), (23, 6), (19, 6), (7, 4), (5, 8), (1, 4))  # samples, and samples per step
-_MANY = 60  # maximum number of steps in an epoch; an answer that yields more never stops
+_MANY = 60  # an answer that yields this many steps counts as never stopping
 
 State = dict[str, Any]
 

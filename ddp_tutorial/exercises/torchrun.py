@@ -26,8 +26,8 @@ import psutil
 from ddp_tutorial.exercises import WrongAnswerError, expect
 from ddp_tutorial.processes.process_tags import TORCHRUN, kill_torchrun
 
-STUCK_SECONDS = 8.0  # without a printed line or CPU use
-LIMIT_SECONDS = 150.0  # for the whole run, even if the ranks are computing
+STUCK_SECONDS = 8.0  # a run that prints no line and uses no CPU for this time counts as stuck
+LIMIT_SECONDS = 150.0  # time limit of a run, even if the ranks are computing
 _BUSY = 0.2  # CPU seconds that count as progress; ranks that wait for one another use a few hundredths
 # On Linux, torchrun receives SIGTERM when this process exits, and then terminates its ranks.
 _BEGIN = "import ctypes, runpy; getattr(ctypes.CDLL(None), 'prctl', lambda *_: 0)(1, 15); "
@@ -78,7 +78,7 @@ class Torchrun:
         command = [sys.executable, "-c", _BEGIN, "--standalone", f"--nproc-per-node={nprocs}", str(script)]
         environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1", TORCHRUN: self.mark}
         with self.stdout_path.open("wb") as out, self.stderr_path.open("wb") as err:
-            # In its own session, so that Ctrl-C does not reach torchrun directly.
+            # torchrun runs in its own session, so that Ctrl-C does not reach it directly.
             self.agent = psutil.Popen(
                 [*command, *map(str, arguments)],
                 stdin=subprocess.DEVNULL,
@@ -145,7 +145,7 @@ class Torchrun:
         return int(code)
 
     def _computed(self) -> float:
-        """Return the ranks' CPU time in seconds, or torchrun's CPU time before torchrun has started any rank."""
+        """Return the ranks' CPU time in seconds, or torchrun's own CPU time if no rank has started yet."""
         used = 0.0
         with suppress(psutil.Error):
             for process in self.agent.children(recursive=True) or [self.agent]:

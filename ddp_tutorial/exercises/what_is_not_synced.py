@@ -321,7 +321,7 @@ def _counted() -> Iterator[list[str]]:
 
 @dataclass(frozen=True)
 class _Samples:
-    """Batch of 9 samples with 2 channels, with the split over 3 ranks and the tolerance of the check."""
+    """Batch of 9 samples with 2 channels, its split over 3 ranks, and the tolerance of the check."""
 
     parts: tuple[int, int, int]
     dtype: torch.dtype = torch.float64
@@ -509,7 +509,7 @@ def _data_sum(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _sums(x: torch.Tensor, total: Sum) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return the mean, variance and count, computed from one sum of x, x squared and the count over the ranks."""
+    """Return the mean, variance and count, computed from one sum over the ranks of x, x squared and the count."""
     first, second, count = total(torch.stack([x.sum(0), x.square().sum(0), torch.ones_like(x).sum(0)]))
     return first / count, second / count - (first / count).square(), count
 

@@ -50,7 +50,7 @@ class Arm:
 
     def __call__(self) -> None:
         """Run one step with `threads` torch threads."""
-        if torch.get_num_threads() != self.threads:  # a different arm may have changed it
+        if torch.get_num_threads() != self.threads:  # a different arm may have changed the number
             torch.set_num_threads(self.threads)
         self.step()
 

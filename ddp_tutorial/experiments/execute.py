@@ -1,7 +1,7 @@
 """Execute notebooks as experiments: check the parameters, run papermill, and show progress in the terminal.
 
-An execution has succeeded if papermill's exit code is 0 and the notebook has written `result.json` as its last action.
-The executed notebook's metadata is not sufficient: its status is "completed" even if the kernel has died.
+A notebook run is successful if papermill exits with code 0 and the notebook has written `result.json` as its last
+action. The executed notebook's metadata is not sufficient, because its status is "completed" even if the kernel died.
 """
 
 import json
@@ -29,8 +29,8 @@ from ddp_tutorial.runs.summaries import unit_of
 # The globals of a fresh IPython kernel, except names that begin with an underscore.
 _KERNEL_NAMES = {"In", "Out", "get_ipython", "exit", "quit", "open"}
 _LOG = "papermill.log"
-_MARK = "DDP_TUTORIAL_NOTEBOOK"  # environment variable of all processes of an execution; its value is the output folder
-_END_SECONDS = 3.0  # timeout for papermill to shut down its kernel before it is killed
+_MARK = "DDP_TUTORIAL_NOTEBOOK"  # environment variable that marks a notebook run's processes; its value is the folder
+_END_SECONDS = 3.0  # papermill is killed if it does not shut down its kernel within this time
 
 
 class NotebookError(FailedError):
@@ -72,7 +72,7 @@ def read_parameters(cls: type[SomeConfig], names: Mapping[str, Any], also: tuple
 def open_folder(name: str, kind: str) -> Path:
     """Create the folder of an experiment and return its path.
 
-    An existing `result.json` in the folder is removed, so a `result.json` always belongs to the current execution.
+    An existing `result.json` in the folder is removed, so a `result.json` always belongs to the current run.
 
     Args:
         name: The folder under `runs/`. If empty, a new folder is named after `kind` and the current time.
@@ -89,7 +89,7 @@ def write_result(folder: Path, parameters: Mapping[str, Any], metrics: Mapping[s
 
     Args:
         folder: The experiment's folder.
-        parameters: The parameters of the execution.
+        parameters: The notebook's parameters.
         metrics: The results. Scalar metrics become columns of a sweep's table.
         others: Additional entries for the file.
     """
@@ -107,9 +107,7 @@ def run_main_job(steps: int = 600) -> None:
     """
     folder = new_directory(RUNS, time.strftime("train-%Y%m%d-%H%M%S"))
     nprocs = _sensible_ranks()
-    print(
-        f"Executing notebooks/experiments/train.ipynb: {nprocs} ranks, then one process on the same work.", flush=True
-    )
+    print(f"Executing notebooks/experiments/train.ipynb on {nprocs} ranks, then the same work on one rank.", flush=True)
     parameters = {"extends": "base", "name": folder.name, "nprocs": nprocs, "steps": steps}
     run_notebook(NOTEBOOKS / "experiments" / "train.ipynb", folder, parameters)
     result = json.loads((folder / "result.json").read_text())
@@ -123,7 +121,7 @@ def run_main_job(steps: int = 600) -> None:
 
 
 def _sensible_ranks() -> int:
-    """Return the number of ranks for `make run`: one per GPU if there are at least two, otherwise 2.
+    """Return the number of ranks for `make run`: one per GPU if there are at least two GPUs, otherwise 2.
 
     Also print one line about the expected result on this machine.
     """
@@ -133,24 +131,24 @@ def _sensible_ranks() -> int:
 
     gpus = torch.cuda.device_count()
     if gpus >= 2:
-        print(f"{gpus} GPUs found: one rank on each, with NCCL.")
+        print(f"{gpus} GPUs found. Each GPU runs one rank, with NCCL.")
         return gpus
     if gpus == 1:
         print("1 GPU found. Each rank requires its own GPU, so both runs train on the CPU.")
     elif cores() < 2:
-        print("1 core found: two ranks share it, so the results are correct, but there is no speedup.")
+        print("1 core found. Two ranks share it, so the results are correct, but there is no speedup.")
     return 2
 
 
 def run_notebook(notebook: Path, folder: Path, parameters: Mapping[str, Any]) -> None:
     """Execute `notebook` with papermill, and write the executed notebook and its HTML page to `folder`.
 
-    Each training run under `folder` gets a progress bar.
+    A progress bar is displayed for each training run under `folder`.
 
     Args:
         notebook: The notebook to execute.
         folder: The folder for the outputs.
-        parameters: The notebook's parameters. The parameter `name` must make the notebook write to `folder`.
+        parameters: The notebook's parameters. The parameter `name` must be the path of `folder` under `runs/`.
 
     Raises:
         NotebookError: If the notebook failed or did not write `result.json`.
@@ -175,7 +173,7 @@ def execute(
 ) -> int | None:
     """Execute `notebook` with papermill into `folder`.
 
-    When this function returns, all processes of the execution have exited. The parameters are passed in a YAML file to
+    When this function returns, all processes that it started have exited. The parameters are passed in a YAML file to
     preserve their types; papermill would guess the types of command-line arguments.
 
     Args:
@@ -194,7 +192,7 @@ def execute(
     environment = {**os.environ, "PYDEVD_DISABLE_FILE_VALIDATION": "1", _MARK: str(folder.resolve())}
     end = math.inf if limit is None else time.monotonic() + limit
     with (folder / _LOG).open("wb") as log:
-        # In its own session, so that only this process can interrupt it, not the terminal.
+        # Papermill runs in its own session, so that Ctrl-C in the terminal interrupts only this process.
         process = subprocess.Popen(
             command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=environment, start_new_session=True
         )
@@ -224,10 +222,10 @@ def _ended(process: subprocess.Popen[bytes], folder: Path) -> Iterator[None]:
 
 
 def end_processes_of(folder: Path) -> None:
-    """Kill all processes of executions that write to `folder` or its subfolders.
+    """Kill all processes of notebook runs that write to `folder` or its subfolders.
 
-    If a kernel crashes, its child processes keep running. If the parent process is killed, the execution keeps running.
-    All these processes inherit an environment variable that identifies them even after their parent has exited.
+    If a kernel crashes, its child processes keep running. If the process that called `execute` is killed, papermill
+    keeps running. All these processes inherit an environment variable, which identifies them if their parent exits.
     """
     top = folder.resolve()
     kill_tagged(_MARK, lambda mark: Path(mark).is_relative_to(top))

@@ -1,12 +1,12 @@
 """Execute notebooks, and save them reproducibly.
 
-Two executions of the same source differ only in their measurements. Saved notebooks contain no timestamps, progress
-bars or widget state. Cell ids are derived from the cells' text, and execution counts are consecutive. The metadata
-contains a digest of the source. A test compares this digest with the source, so committed outputs always belong to the
-committed source. `make notebooks` uses the digest to skip notebooks whose source has not changed.
+If the same source is executed twice, only the measurements differ. Saved notebooks contain no timestamps, progress bars
+or widget state. Cell ids are derived from the cells' text, and execution counts are consecutive. The metadata contains
+a digest of the source. A test compares this digest with the source, so committed outputs always belong to the committed
+source. `make notebooks` uses the digest to skip notebooks whose source has not changed.
 
-Modules that only an execution requires are imported inside functions. Importing them takes 1.5 s, which would delay
-notebooks that only read their parameters (`execute`).
+Modules that are required only to execute notebooks are imported inside functions. Importing them takes 1.5 s, which
+would delay notebooks that import this module only to read their parameters (`execute.read_parameters`).
 """
 
 import base64
@@ -163,7 +163,7 @@ def execute(notebook: Any, folder: Path) -> None:
 
 
 def tidy(notebook: Any) -> None:
-    """Remove everything that differs between two executions of the same source, and store a digest of the source."""
+    """Remove everything that differs if the same source is executed twice, and store a digest of the source."""
     counted = 0
     taken: set[str] = set()
     for cell in notebook.cells:

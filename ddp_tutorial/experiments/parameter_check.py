@@ -19,7 +19,7 @@ CELL_SECONDS = 60  # timeout for the two cells of one point
 
 
 def resolve(notebook: str, cells: Sequence[str], points: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Return a dict from name to config for each point, as created by the notebook's cells.
+    """Return, for each point, a dict of the configs that the notebook's cells create, by variable name.
 
     Args:
         notebook: The notebook's name in error messages.

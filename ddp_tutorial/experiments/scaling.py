@@ -33,7 +33,7 @@ class StepModel:
     """Performance model of an optimizer step.
 
     Attributes:
-        fixed: Computation time per step, in seconds, that does not depend on the number of samples.
+        fixed: Computation time per step in seconds, regardless of the number of samples.
         per_sample: Computation time per sample, in seconds.
         nbytes: Size of the gradients in bytes.
         link: The link between neighbors in the all-reduce ring.
@@ -55,10 +55,10 @@ class StepModel:
         """Validate the fields."""
         if self.fixed < 0 or self.per_sample <= 0 or self.nbytes < 0 or self.buckets < 1:
             raise ValueError(
-                f"per_sample must be above 0, fixed and nbytes at least 0, and buckets at least 1, got {self}"
+                f"'per_sample' must be > 0, 'fixed' and 'nbytes' must be >= 0, and 'buckets' must be >= 1, got {self}"
             )
         if not 0 <= self.overlap <= 1 or self.sharing < 1:
-            raise ValueError(f"overlap must be between 0 and 1 and sharing at least 1, got {self}")
+            raise ValueError(f"'overlap' must be between 0 and 1, and 'sharing' must be at least 1, got {self}")
 
     def compute(self, samples: float, ranks: int = 1) -> float:
         """Return the computation time in seconds for `samples` samples on one of `ranks` ranks on this machine."""
@@ -67,7 +67,7 @@ class StepModel:
     def communication(self, ranks: int) -> float:
         """Return the time in seconds of a step's all-reduces, including the overlapped part.
 
-        Each all-reduce over p ranks requires 2 (p - 1) messages, which each contain 1 / p of the bytes.
+        Each all-reduce over p ranks requires 2 (p - 1) messages, each of which contains 1 / p of the bytes.
         """
         return self.buckets * self.link.ring_seconds(self.nbytes / self.buckets, ranks)
 
@@ -88,7 +88,7 @@ class StepModel:
                 ranks take turns to compute and to send data. Within one machine, sending means copying.
         """
         if batch < 1 or ranks < 1 or (cores is not None and cores < 1):
-            raise ValueError(f"batch, ranks and cores must be at least 1, got {batch}, {ranks} and {cores}")
+            raise ValueError(f"'batch', 'ranks' and 'cores' must be at least 1, got {batch}, {ranks} and {cores}")
         samples = math.ceil(batch / ranks)
         turns = max(1.0, ranks / cores) if cores else 1.0
         return turns * (self.compute(samples, ranks) + self.exposed(samples, ranks))
@@ -114,7 +114,7 @@ class StepModel:
 
         Args:
             link: The link between the machines.
-            faster: The factor by which computation on each rank is faster.
+            faster: The factor by which each rank computes faster.
             larger: The factor by which the parameters, the gradient bytes and the work per sample grow.
         """
         nbytes, work = self.nbytes * larger, larger / faster
@@ -142,9 +142,9 @@ def fit_step(
     """Fit a `StepModel` to measurements on one rank and on `ranks` ranks.
 
     Args:
-        alone: Dict from the number of samples to the step time in seconds on one rank.
+        alone: The step times in seconds on one rank, by number of samples.
         side_by_side: The global batch size, and the step time in seconds on all ranks without all-reduces.
-        all_reduces: Dict from the number of bytes to the all-reduce time in seconds on all ranks.
+        all_reduces: The all-reduce times in seconds on all ranks, by number of bytes.
         trained: The global batch size, and the step time in seconds on all ranks with all-reduces.
         nbytes: The size of the gradients in bytes.
         buckets: The number of all-reduces per step.

@@ -255,8 +255,8 @@ class Parameters:
     def resolve(self, points: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
         """Return the configs that the notebook creates for each point.
 
-        The notebook's two cells are executed in separate processes. This check finds a mistake in the last point before
-        the first point runs.
+        For each point, the two cells are executed in a separate process. Therefore, a mistake in the last point is
+        reported before the first point runs.
 
         Raises:
             ConfigError: If the notebook rejects the parameters of a point.
@@ -294,7 +294,7 @@ def parameters_in(notebook: Any, name: str) -> Parameters:
 
 @dataclass(frozen=True)
 class Point:
-    """One execution of the notebook, with its parameters, repeat, key and output folder."""
+    """One run of the sweep's notebook, with its parameters, repeat, key and output folder."""
 
     parameters: dict[str, Any]
     repeat: int
@@ -320,7 +320,7 @@ class Point:
         return shlex.join([*runs, "papermill", str(notebook), f"{self.folder.name}.ipynb", "-y", arguments])
 
     def read(self) -> dict[str, Any] | None:
-        """Return the record of the execution, or None if the point has not been run with this key."""
+        """Return the point's record, or None if the point has not been run with this key."""
         try:
             record = json.loads((self.folder / "point.json").read_bytes())
         except (OSError, ValueError):
@@ -359,7 +359,7 @@ def plan_sweep(
     """
     grid, from_file = read_grid(settings), read_points(file) if file else [{}]
     if twice := [key for key in grid if key in from_file[0]]:
-        raise ConfigError(f"{twice[0]!r} is set twice, on the command line and in {file}; remove one of them")
+        raise ConfigError(f"{twice[0]!r} is set both on the command line and in {file}; remove one of the settings")
     notebook = _find(notebook)
     source = _read(notebook)
     parameters = parameters_in(source, notebook.name)
@@ -468,7 +468,7 @@ def run_sweep(plan: Plan, timeout: float, report: Callable[[str], object]) -> Ou
 @contextlib.contextmanager
 def _alone_in(folder: Path) -> Iterator[None]:
     with locked(folder):
-        end_processes_of(folder)  # left by a sweep that was killed; the lock excludes a running sweep
+        end_processes_of(folder)  # left by a killed sweep; the lock ensures that no other sweep is running
         yield
 
 
@@ -506,7 +506,7 @@ def _write_outcome(outcome: Outcome, report: Callable[[str], object]) -> None:
 
 def _run(notebook: Path, point: Point, timeout: float, look: Callable[[], object]) -> dict[str, Any]:
     """Run one point in an empty folder, and write and return its record."""
-    shutil.rmtree(point.folder, ignore_errors=True)  # left by a failed or interrupted execution
+    shutil.rmtree(point.folder, ignore_errors=True)  # left by a failed or interrupted attempt
     point.folder.mkdir(parents=True)
     began = time.monotonic()
     code = execute(notebook, point.folder, point.arguments, look, timeout)
@@ -523,10 +523,10 @@ def _run(notebook: Path, point: Point, timeout: float, look: Callable[[], object
 
 
 def _outcome_of(folder: Path, notebook: str, code: int | None, timeout: float) -> dict[str, Any]:
-    """Return the status, metrics and error of an execution.
+    """Return a point's status, metrics, failed cell and error.
 
-    An execution counts as finished if papermill exits with code 0 and the notebook's result reports completion. The
-    executed notebook's metadata is not sufficient: its status is "completed" even if the kernel has died.
+    A point counts as finished if papermill exits with code 0 and the notebook's result reports completion. The executed
+    notebook's metadata is not sufficient, because its status is "completed" even if the kernel died.
     """
     cell, error = _failed_cell(folder / notebook)
     try:
@@ -561,6 +561,6 @@ def _failed_cell(executed: Path) -> tuple[str | None, str | None]:
 
 
 def failure_of(point: Point, record: Mapping[str, Any]) -> str:
-    """Return a line with the label of the failed point, its cell, its error and its folder."""
+    """Return a line with the failed point's status, label, cell, error and folder."""
     cell = f" in cell {record['cell']}" if record["cell"] else ""
     return f"{record['status']}: {point.label}{cell}: {record['error']} ({point.folder})"

@@ -1,4 +1,4 @@
-"""Read and write the table of a sweep, which contains one row per execution, and compare groups of rows.
+"""Read and write a sweep's table, which contains one row per point, and compare groups of rows.
 
 The columns are the swept parameters, then `repeat`, `status` and `seconds`, then the metrics, then `key`. The table is
 stored as results.parquet, which preserves types, and as results.csv, which any program can open.
@@ -77,7 +77,7 @@ def parameters_of(rows: Sequence[Row]) -> list[str]:
 
 
 def metrics_of(rows: Sequence[Row]) -> list[str]:
-    """Return the columns of numeric metrics, then `seconds`, the time of the whole execution."""
+    """Return the columns of numeric metrics, followed by `seconds`, the total time of a point."""
     names = columns(rows)
     measured = [name for name in names[names.index(BEFORE_METRICS[-1]) + 1 :] if name not in AFTER_METRICS]
     return [name for name in measured if any(map(_is_number, (row.get(name) for row in rows)))] + ["seconds"]
@@ -154,7 +154,7 @@ class Effect:
     """The ratio of two groups' values, or their difference if a value is not positive, with a confidence interval.
 
     Attributes:
-        estimate: The median over all pairs of values, one from each group (Hodges and Lehmann, 1963).
+        estimate: The median effect over all pairs with one value from each group (Hodges and Lehmann, 1963).
         low: The lower end of the interval.
         high: The upper end of the interval.
         confidence: The probability that such an interval contains the true value. With few values, the confidence is
@@ -219,13 +219,13 @@ def _orders(a: int, b: int) -> list[int]:
 
 
 def differences(groups: Sequence[Group]) -> list[str]:
-    """Compare neighboring groups in descending order of their medians, with `effect_of`.
+    """Sort the groups by descending median, and compare neighboring groups with `effect_of`.
 
     Returns:
         One line per comparison.
     """
     if len(groups) > 1 and all(len(group.values) == 1 for group in groups):
-        return ["One value per group has no spread, so differences cannot be judged. Use --repeats 3."]
+        return ["With only one value per group, differences cannot be tested. Rerun the sweep with --repeats 3."]
     ordered = sorted(groups, key=lambda group: group.median, reverse=True)
     return [_difference(above, below) for above, below in pairwise(ordered)]
 
@@ -234,7 +234,7 @@ def _difference(above: Group, below: Group) -> str:
     if above.values == below.values:
         return f"{above.label} and {below.label}: identical values"
     if min(len(above.values), len(below.values)) < 2:
-        return f"{above.label} and {below.label}: one value has no spread, so the difference cannot be judged"
+        return f"{above.label} and {below.label}: with only one value, the difference cannot be tested"
     effect = effect_of(above, below)
     return f"{above.label} {'/' if effect.is_ratio else '-'} {below.label}: {effect}"
 

@@ -27,7 +27,7 @@ class _Choice(widgets.VBox):  # type: ignore[misc]  # ipywidgets has no type ann
 def explore(
     draw: Callable[..., Figure], *, start: Mapping[str, Any] | None = None, **choices: Sequence[Any]
 ) -> _Choice:
-    """Return one slider for each argument in `choices`, above the figure that `draw` returns for the selected values.
+    """Return a widget with one slider per argument in `choices`, above the figure for the selected values.
 
     If `draw` raises `ValueError`, its message appears above the last figure.
 
@@ -42,7 +42,7 @@ def explore(
     begin = {name: values[0] for name, values in choices.items()} | dict(start or {})
     for name, value in begin.items():
         if name not in choices or value not in choices[name]:
-            raise ValueError(f"start: {value!r} is not a value of slider {name!r}")
+            raise ValueError(f"start: {value!r} is not one of the values of slider {name!r}")
     sliders = {
         name: widgets.SelectionSlider(options=list(values), value=begin[name], description=name)
         for name, values in choices.items()

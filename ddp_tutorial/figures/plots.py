@@ -149,7 +149,7 @@ def _label_ends(axes: Axes, ends: Mapping[str, tuple[float, float]], gap: float 
     points = {name: place.transform(end) for name, end in ends.items()}
     names = sorted(points, key=lambda name: float(points[name][1]))  # from lowest to highest
     heights = [float(points[name][1]) for name in names]
-    for _ in range(200):  # neighbors that are too close push each other apart
+    for _ in range(200):  # move names that are too close to each other apart
         for low, high in pairwise(range(len(names))):
             lacking = max(0.0, gap - (heights[high] - heights[low])) / 2
             heights[low], heights[high] = heights[low] - lacking, heights[high] + lacking

@@ -97,7 +97,7 @@ def draw_runs(folders: Sequence[Path], panels: Sequence[str], axis: Axis, window
 
 
 def write_figure(figure: Figure, path: Path) -> None:
-    """Write `figure` in the format given by the suffix of `path`, and close it.
+    """Write `figure` in the format that the suffix of `path` specifies, and close the figure.
 
     The output is deterministic: writing the same figure twice produces bitwise identical files.
     """

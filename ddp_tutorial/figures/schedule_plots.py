@@ -13,14 +13,14 @@ if TYPE_CHECKING:
     from ddp_tutorial.pipeline.schedules import Timed
 
 _YELLOW = "#F7D488"
-_COLORS = {"F": (BLUE, SKY), "B": (ORANGE, _YELLOW), "W": (GREEN, GREEN)}  # of a rank's first stage and of later stages
+_COLORS = {"F": (BLUE, SKY), "B": (ORANGE, _YELLOW), "W": (GREEN, GREEN)}  # (a rank's first stage, later stages)
 
 
 @styled
 def schedules(plans: Mapping[str, Sequence[Sequence["Timed"]]], title: str, xlabel: str = "seconds") -> Figure:
     """Draw the actions of each rank in one panel per name.
 
-    All panels share one time axis. Time zero is the start of the panel's first action. A box contains the index of its
+    All panels share one time axis. Time zero is the start of each panel's first action. A box contains the index of its
     micro-batch. If a rank runs several stages, all stages except the first are lighter. White areas are idle time.
     Actions of kind "W" compute only the gradients of the weights. They occur in schedules that split the backward pass.
     """

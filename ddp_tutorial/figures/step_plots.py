@@ -144,11 +144,11 @@ def sweeps(
     xlabel: str,
     ylabel: str,
 ) -> Figure:
-    """Draw a time as a function of x, with one panel per name.
+    """Draw measured and modeled times as functions of x, with one panel per name.
 
-    A point marks the fastest measurement at an x, and a vertical line extends from the point to the median. A curve
-    shows the model. The minima of the measurements and of the model are marked. The panel's title contains their x
-    values.
+    A point marks the fastest measurement at each x value, and a vertical line extends from the point to the median. A
+    curve shows the model. The minima of the measurements and of the model are marked. Each panel's title contains the x
+    values of both minima.
 
     Args:
         measured: For each panel, the x values, and several measurements per x value.
@@ -210,7 +210,7 @@ def one_of_sweep(
     xlabel: str,
     rank: int = 0,
 ) -> Figure:
-    """Draw the timeline of one point in a sweep, as in `gantt`, above the sweep, as in `sweeps`.
+    """Draw the timeline of one point in a sweep (see `gantt`) above the measurements of the sweep (see `sweeps`).
 
     The lower panel also marks the point. The time axis of the upper panel fits every timeline, so figures for different
     points have the same scale.

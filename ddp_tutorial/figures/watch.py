@@ -35,7 +35,7 @@ def watch(run: str | Path, *, seconds: float = float("inf"), every: float = 1.0)
     Raises:
         ConfigError: If `run` is not a run folder.
     """
-    from IPython.display import Image, display  # only in a notebook
+    from IPython.display import Image, display  # required only in notebooks
 
     handle, deadline = None, time.monotonic() + seconds
     while True:

@@ -21,7 +21,7 @@ TORCHRUN = [sys.executable, "-m", "torch.distributed.run"]
 def start(folder: Path, name: str, *command: object, faults: Sequence[Fault] = (), **variables: str) -> Any:
     """Start a command in `folder`, and return its `subprocess.Popen`. The run's own folder is `folder/name`.
 
-    The attribute `log` of the process is the path of the file that contains the process's output.
+    The returned object's attribute `log` is the path of the file that contains the output of the process.
     """
     (folder / name).mkdir(exist_ok=True)
     environment = os.environ | {"OMP_NUM_THREADS": "1", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
@@ -103,7 +103,7 @@ def inject(folder: Path, rank: int, size: int, step: int, signals: Sequence[int]
 
 
 def write_stand_ins(folder: Path) -> str:
-    """Write stand-ins for Slurm's commands to `folder`, and return a PATH that finds them.
+    """Write stand-ins for Slurm's commands to `folder`, and return a PATH that starts with `folder`.
 
     `srun` runs its command, and `scontrol` appends its arguments to the file `requeued` in the working directory.
     """

@@ -180,7 +180,7 @@ def fastest(
     network: Network,
     repeats: int = 6,
 ) -> dict[str, TimedStep]:
-    """Run the steps in turn, and return each step's fastest repeat, excluding the first repeat. Collective.
+    """Repeat the steps alternately, and return each step's fastest repeat, excluding the first repeat. Collective.
 
     The first repeat is excluded because the package's first step also checks the loss function, which requires
     additional forward passes.

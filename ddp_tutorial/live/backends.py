@@ -1,4 +1,4 @@
-"""Start the ranks of a pool on this machine, or on the hosts of a cluster with a network between them.
+"""Start the ranks of a pool on this machine or on the hosts of an emulated cluster.
 
 The pool communicates with the ranks through pipes in both cases. A backend starts the processes, provides the
 rendezvous port, and maps each rank to a host.
@@ -136,7 +136,7 @@ class ClusterBackend:
             ConfigError: If `n` is not a multiple of the number of nodes, or `cluster` is not a `Cluster`.
         """
         if not isinstance(cluster, Cluster):
-            raise ConfigError(f"cluster must be a Cluster, such as Cluster(2, '1gbit'), got {cluster!r}")
+            raise ConfigError(f"'cluster' must be a Cluster, such as Cluster(2, '1gbit'), got {cluster!r}")
         self.cluster, self.n, self.nodes = cluster, n, len(cluster)
         if n % self.nodes:
             raise ConfigError(f"the number of ranks must be a multiple of the number of nodes ({self.nodes}), got {n}")
@@ -149,7 +149,7 @@ class ClusterBackend:
 
     @property
     def outage(self) -> str:
-        """The nodes whose cables are unplugged, or an empty string if there are none."""
+        """A message that names the nodes without a cable, or an empty string if all cables are plugged in."""
         out = sorted(self.cluster.unplugged)
         return f"the cable of {' and '.join(out)} is unplugged" if out else ""
 
@@ -222,8 +222,8 @@ class ClusterBackend:
 class NodeProcess:
     """A rank's process on a node, with the methods of `multiprocessing.Process` that a pool needs.
 
-    The process is not a child of this process. Its exit code is sent through a pipe. The pipe closes when the process
-    exits, and also when the whole cluster stops.
+    The process is not a child of this process, so the cluster sends the exit code through a pipe. The pipe closes when
+    the process exits, and also when the whole cluster stops.
     """
 
     def __init__(self, cluster: Cluster, node: int, env: Mapping[str, str], output: int, files: Sequence[int]) -> None:

@@ -25,12 +25,12 @@ from ddp_tutorial.processes.logs import current_logging
 from ddp_tutorial.processes.spawn import MARK, cell_sources, wait_for_exit
 
 # Seconds between progress checks during a call.
-LOOK_SECONDS = 0.25
+POLL_SECONDS = 0.25
 # Seconds that a rank may wait in a collective for a rank that has already finished the call.
 ENDED_SECONDS = 1.0
-# Timeouts in seconds: for a rank to stop a call after an interrupt, for all ranks to form a process group, and for a
-# rank to answer a query. On a busy machine, an answer can take more than a second.
-REACT_SECONDS, MEET_SECONDS, ANSWER_SECONDS = 10.0, 60.0, 5.0
+# REACT_SECONDS: timeout for a rank to stop an interrupted call. GROUP_SECONDS: timeout for forming a process group.
+# ANSWER_SECONDS: timeout for an answer to a query. On a busy machine, an answer can take more than a second.
+REACT_SECONDS, GROUP_SECONDS, ANSWER_SECONDS = 10.0, 60.0, 5.0
 
 
 class Controller:
@@ -99,7 +99,7 @@ class Controller:
         console.status(f"starting {self.n} ranks")
         with closing(console), _interrupts_recorded() as interrupts:
             while not all(each.started or each.death for each in self._workers):
-                self._receive(LOOK_SECONDS)
+                self._receive(POLL_SECONDS)
                 console.tick()
                 if interrupts:
                     return  # the context manager raises the interrupt
@@ -112,13 +112,13 @@ class Controller:
         """Replace the current process group with a new group of all ranks.
 
         Raises:
-            RankError: If a rank failed, or did not join within `MEET_SECONDS`. Ranks that are still trying to join are
+            RankError: If a rank failed, or did not join within `GROUP_SECONDS`. Ranks that are still trying to join are
                 killed.
         """
         self._has_group = False
         pids = self._place.pids(self._workers)
-        everyone = self._begin("meet", self._place.new_port(), pids, on=self._workers)
-        deadline = time.monotonic() + MEET_SECONDS
+        everyone = self._begin("form_group", self._place.new_port(), pids, on=self._workers)
+        deadline = time.monotonic() + GROUP_SECONDS
         while any(each.is_busy for each in everyone) and not any(each.death or each.failure for each in everyone):
             if not self._receive(deadline - time.monotonic()):
                 break
@@ -206,28 +206,28 @@ class Controller:
         return on
 
     def _wait(self, workers: Sequence[WorkerHandle], interrupts: list[int]) -> Diagnosis | None:
-        """Wait until all workers have finished the call, or until an interrupt.
+        """Wait until all workers have finished the call, or until an interrupt arrives.
 
-        If a rank waits in a collective that a different rank does not enter, the method aborts the call.
+        If a rank waits in a collective that a different rank does not enter, this method aborts the call.
 
         Returns:
             The diagnosis of an aborted call, or None if the call was not aborted.
         """
-        look_at = time.monotonic() + LOOK_SECONDS
+        poll_at = time.monotonic() + POLL_SECONDS
         slow_until = 0.0
         while any(each.is_busy for each in workers) and not interrupts:
-            self._receive(max(0.0, look_at - time.monotonic()))
+            self._receive(max(0.0, poll_at - time.monotonic()))
             now = time.monotonic()
-            if now < look_at:
+            if now < poll_at:
                 continue
-            look_at = now + LOOK_SECONDS
+            poll_at = now + POLL_SECONDS
             workers[0].console.tick()
             busy = [each for each in workers if each.is_busy]
-            someone_ended = len(busy) < len(workers)
-            limit = min(ENDED_SECONDS, self.wait_timeout) if someone_ended else self.wait_timeout
+            any_finished = len(busy) < len(workers)
+            limit = min(ENDED_SECONDS, self.wait_timeout) if any_finished else self.wait_timeout
             if now > slow_until and any(each.waited_for(now) > limit for each in busy):
                 found = diagnose(self._statuses())
-                if found.kind == "none" and not someone_ended and self._place.outage:
+                if found.kind == "none" and not any_finished and self._place.outage:
                     found = Diagnosis("absent", f"{self._place.outage}: {found.verdict}, but no data arrives")
                 if found.kind in {"order", "shape", "absent", "failed"} and any(each.is_busy for each in workers):
                     self._end_call([each for each in workers if each.is_busy])
@@ -238,11 +238,11 @@ class Controller:
             self._question += 1
             for each in busy:
                 if each.answered == each.asked:  # wait for the pending answer first
-                    each.ask("look", self._question)
+                    each.ask("snapshot", self._question)
         return None
 
     def _end_call(self, workers: Sequence[WorkerHandle]) -> None:
-        """Interrupt the workers that have not finished the call. Wake unresponsive workers, and finally kill them."""
+        """Interrupt the workers that have not finished the call. Wake and finally kill workers that do not respond."""
         for each in workers:
             each.was_terminated = each.is_busy
         for seconds, wake in ((0.3, False), (REACT_SECONDS / 2, True), (REACT_SECONDS / 2, True)):
@@ -256,7 +256,7 @@ class Controller:
             while any(each.is_busy for each in workers) and self._receive(deadline - time.monotonic()):
                 pass
         self._kill([each for each in workers if each.is_busy], "did not react to an interrupt, and was killed")
-        self._ask("look", ANSWER_SECONDS)  # an answer proves that a rank has handled earlier wake messages
+        self._ask("snapshot", ANSWER_SECONDS)  # an answer proves that a rank has handled earlier wake messages
 
     def _kill(self, workers: Sequence[WorkerHandle], why: str = "was killed") -> None:
         for each in workers:
@@ -299,14 +299,14 @@ class Controller:
         described = [
             f"rank {each.rank} {each.reason}" for each in others if each.rank not in same and not each.was_terminated
         ]
-        meanwhile = [f"Rank {', '.join(map(str, same))} too."] if same else []
+        meanwhile = [f"The same failure occurred on rank {', '.join(map(str, same))}."] if same else []
         meanwhile += [f"Meanwhile {', '.join(described)}."] if described else []
         return self._error(first, "\n\n".join([*meanwhile, *([verdict] if verdict else []), *after]))
 
     def _error(self, each: WorkerHandle, others: str) -> RankError:
         if each.is_busy and not each.death:
             return RankTimeoutError(
-                each.rank, f"did not join the process group within {MEET_SECONDS:g} s", others=others
+                each.rank, f"did not join the process group within {GROUP_SECONDS:g} s", others=others
             )
         trace = describe_output(each.failure.traceback) if each.failure else ""
         raised = each.failure.raised if each.failure else None
@@ -362,12 +362,12 @@ class Controller:
         """
         if any(each.was_woken or (each.failure and each.failure.in_collective) for each in workers):
             return False
-        looks = [answer for answer in self._ask("look", ANSWER_SECONDS).values() if isinstance(answer, Snapshot)]
-        same = all(look.progress == looks[0].progress for look in looks)
-        return len(looks) == self.n and same and not any(look.waits for look in looks)
+        found = [each for each in self._ask("snapshot", ANSWER_SECONDS).values() if isinstance(each, Snapshot)]
+        same = all(each.progress == found[0].progress for each in found)
+        return len(found) == self.n and same and not any(each.waits for each in found)
 
     def _statuses(self) -> dict[int, RankStatus | None]:
-        answers = self._ask("stand", BUSY_SECONDS + ANSWER_SECONDS)
+        answers = self._ask("status", BUSY_SECONDS + ANSWER_SECONDS)
         return {rank: each if isinstance(each, RankStatus) else None for rank, each in answers.items()}
 
     def _ask(self, what: str, seconds: float) -> dict[int, Answer | None]:

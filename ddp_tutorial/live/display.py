@@ -18,7 +18,7 @@ def set_display(show: Callable[[MimeBundle], None]) -> None:
 
 
 def display(*values: Any, **_: Any) -> None:
-    """Display values in the notebook under this rank's number, as IPython's `display` does.
+    """Display values in the notebook like IPython's `display`, under this rank's number.
 
     Outside a pool, the values are printed.
     """

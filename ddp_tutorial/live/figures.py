@@ -1,4 +1,4 @@
-"""Implement the matplotlib backend of a pool's ranks, which displays figures like other cell output."""
+"""Implement the matplotlib backend for a pool's ranks. The backend displays figures like other cell output."""
 
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure

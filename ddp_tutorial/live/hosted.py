@@ -1,4 +1,4 @@
-"""Run a rank of a pool on a cluster node. The node's main process imports this module, and forks the ranks."""
+"""Run a rank of a pool on a cluster node. The cluster's main process imports this module, and forks the ranks."""
 
 import gc
 import os
@@ -9,7 +9,7 @@ from ddp_tutorial.live.worker import serve
 from ddp_tutorial.processes.transport import Descriptor
 
 gc.collect()
-gc.freeze()  # forked ranks share the current objects until a process modifies them
+gc.freeze()  # forked ranks share the memory of the current objects until a process writes to it
 
 
 def serve_here(spec: int, messages: int, requests: int, control: int) -> None:

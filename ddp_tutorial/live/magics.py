@@ -65,8 +65,8 @@ class RankMagics(Magics):
         %ranks get NAME        Return the values of NAME as a list, and assign the list to NAME in the notebook.
         %ranks put NAME        Copy the notebook's NAME to all ranks.
         %ranks rate 100mbit    Set the rate of the links between nodes.
-        %ranks script out.py   Write the cells so far as a script for torchrun. Of the values that put sent, the
-                               script contains only numbers.
+        %ranks script out.py   Write the cells so far as a script for torchrun. The script contains values from
+                               %ranks put only if they are numbers.
 
         %%ranks                Run the cell on all ranks. Select ranks with %%ranks 0, %%ranks 1-3 or %%ranks 0,2;
                                %%rank0 selects rank 0.
@@ -172,7 +172,7 @@ class RankMagics(Magics):
     def script(self, arguments: Sequence[str]) -> None:
         """Write the cells so far as one script for torchrun. Only the current user can read the file.
 
-        The script omits cells that failed. It contains numbers that `put` sent to the ranks, but no other values.
+        The script omits cells that failed. It contains values that `put` sent to the ranks only if they are numbers.
         """
         [name] = self._names("script", arguments)
         pool = self._alive()
@@ -182,8 +182,8 @@ class RankMagics(Magics):
         print(f"{name}: {launch_command(name, pool.n, pool.nodes)}")
         if lacking := dict.fromkeys(step.lacks for step in self.steps if step.lacks):
             print(
-                f"First assign a value to {', '.join(lacking)} in the script. Of the values that put sent, the script "
-                "contains only numbers."
+                f"First assign a value to {', '.join(lacking)} in the script. The script contains values from %ranks "
+                "put only if they are numbers."
             )
 
     def end(self) -> None:

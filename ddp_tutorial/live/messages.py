@@ -1,4 +1,4 @@
-"""Define the messages between a pool and its ranks, which report the progress and the results of calls."""
+"""Define the messages that a pool and its ranks exchange, such as progress reports and failures."""
 
 import os
 from dataclasses import dataclass, field
@@ -14,8 +14,8 @@ from ddp_tutorial.processes.transport import Descriptor, Message, take_messages
 class WorkerSpec:
     """The pipes and settings of a new rank in a pool.
 
-    The main thread reads `requests`. A second thread reads `control` at any time. If `control` is closed, the pool no
-    longer exists.
+    The main thread reads `requests`. A second thread reads `control`, even during a call. If `control` is closed, the
+    pool no longer exists.
     """
 
     rank: int
@@ -39,7 +39,7 @@ class Failure:
 
     Attributes:
         raised: The exception.
-        traceback: The traceback in the user's code.
+        traceback: The traceback, limited to the user's code.
         at: Time of the failure on the machine's monotonic clock.
         line: Location of the failure in the user's code.
         in_collective: Whether torch.distributed raised the error.
@@ -57,8 +57,7 @@ class Snapshot:
     """The progress of a rank.
 
     Attributes:
-        progress: Dict from process group to two numbers, those of the last entered collective and of the last finished
-            collective.
+        progress: Dict from process group to the numbers of the last entered and the last finished collective.
     """
 
     progress: dict[str, tuple[int, int]] = field(default_factory=dict)

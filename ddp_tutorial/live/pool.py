@@ -88,17 +88,17 @@ class Ranks(Controller):
             RankError: If a rank failed to start.
         """
         if not isinstance(n, int) or isinstance(n, bool) or n < 1:
-            raise ConfigError(f"n must be a positive integer such as 2, got {n!r}")
+            raise ConfigError(f"'n' must be a positive integer such as 2, got {n!r}")
         if threads is not None and not (isinstance(threads, int) and threads >= 1):
             raise ConfigError(
-                f"threads must be a positive integer, or None to divide the cores evenly, got {threads!r}"
+                f"'threads' must be a positive integer, or None to divide the cores evenly, got {threads!r}"
             )
         for name, seconds in (("wait_timeout", wait_timeout), ("collective_timeout", collective_timeout)):
             if not seconds > 0:
-                raise ConfigError(f"{name} must be a positive number of seconds, got {seconds!r}")
+                raise ConfigError(f"'{name}' must be a positive number of seconds, got {seconds!r}")
         place: Backend = LocalBackend(n) if cluster is None else ClusterBackend(n, cluster)
         if cluster is not None and device == "cuda":
-            raise ConfigError("device must be 'cpu' or 'auto' on a cluster, got 'cuda'. The nodes have no GPU")
+            raise ConfigError("'device' must be 'cpu' or 'auto' on a cluster, got 'cuda'. The nodes have no GPU")
         kind = choose_device("cpu" if cluster is not None else device, local_size=n, backend=backend)
         carrier = choose_backend(backend, kind)
         threads = threads or max(1, cores() // n)
@@ -260,11 +260,11 @@ class Ranks(Controller):
         """Terminate all ranks and the processes that they started. A second call has no effect."""
         _pools.discard(self)
         with interrupts_deferred():
-            people, self._workers = self._workers, []
-            for each in people:
+            workers, self._workers = self._workers, []
+            for each in workers:
                 each.close(self._selector)
-            if people:
-                terminate_all([each.process for each in people if each.process], self._mark)
+            if workers:
+                terminate_all([each.process for each in workers if each.process], self._mark)
             self._place.close()
             self._has_group = False
 

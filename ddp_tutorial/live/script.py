@@ -1,4 +1,4 @@
-"""Export the cells that ranks have run to one script for torchrun."""
+"""Export the cells that ranks have run, as one script for torchrun."""
 
 import ast
 import io
@@ -79,7 +79,7 @@ def make_script(
 ) -> str:
     """Return the source code of the whole script, including the command that runs it.
 
-    If a step ends with an expression, the script prints its value, prefixed with the rank.
+    If a step ends with an expression, the script prints the value of the expression, prefixed with the rank.
     """
     where = f". Run it on each of the {nodes} nodes, and replace n0 with the first node's name" if nodes > 1 else ""
     command = launch_command(name, n, nodes).replace("\\", r"\\").replace('"', r"\"")  # for the docstring

@@ -1,4 +1,4 @@
-"""Run one rank of a pool, which executes calls, keeps variables between calls, and can abort blocked calls.
+"""Run one rank of a pool. The rank executes calls, keeps its variables between calls, and can abort blocked calls.
 
 The main thread runs the calls. Meanwhile, a second thread replies to queries about this rank's progress and can
 interrupt Python code. It can also wake the main thread from a collective that will never finish, by closing the
@@ -30,7 +30,7 @@ import torch.distributed as dist
 
 from ddp_tutorial.compat import group_ranks, inspection_text
 from ddp_tutorial.debug.hangs import RankStatus, uses_cpu
-from ddp_tutorial.debug.recorder import calls, progress, standing_lines
+from ddp_tutorial.debug.recorder import calls, current_lines, progress
 from ddp_tutorial.live import display
 from ddp_tutorial.live.messages import Failure, MimeBundle, Receiver, Snapshot, WorkerSpec
 from ddp_tutorial.processes.errors import Raised, lost_connection
@@ -42,7 +42,7 @@ from ddp_tutorial.world import World, abandon_group, process_group
 
 _DISTRIBUTED = str(Path(dist.__file__).parent)
 _LIBRARIES = (str(Path(torch.__file__).parent), sys.prefix, sys.base_prefix, "<frozen")
-_TOLD_BY_GLOO = ("gloo", "timed out waiting", "process group")
+_GLOO_MESSAGES = ("gloo", "timed out waiting", "process group")
 
 
 def serve(_: int, spec: WorkerSpec) -> None:
@@ -79,7 +79,7 @@ class Worker:
         self.main_thread = threading.get_ident()
         self.interruptible = self.interrupted = False
         self.state = "idle"
-        display.set_display(lambda bundle: send("shown", self.number, bundle))
+        display.set_display(lambda bundle: send("display", self.number, bundle))
 
     # ------------------------------------------------------------------------------------------------- main thread
 
@@ -122,7 +122,7 @@ class Worker:
     def do_nothing(self) -> None:
         """Do nothing, to measure the overhead of calls."""
 
-    def do_meet(self, port: int, pids: Sequence[int]) -> None:
+    def do_form_group(self, port: int, pids: Sequence[int]) -> None:
         """Form a new process group with the other ranks, in place of the current group. Collective.
 
         Args:
@@ -211,10 +211,10 @@ class Worker:
         """Handle control messages until the pool closes."""
         while (message := self.control()) is not None:
             match message:
-                case ("look", question):
+                case ("snapshot", question):
                     self.send("answer", question, Snapshot(self._progress()))
-                case ("stand", question):
-                    self.send("answer", question, self._standing())
+                case ("status", question):
+                    self.send("answer", question, self._status())
                 case ("interrupt", number) if number == self.number:  # ignore interrupts for earlier calls
                     self.interrupted = True
                     signal.pthread_kill(self.main_thread, signal.SIGINT)
@@ -228,13 +228,13 @@ class Worker:
             return {}
         return {group: seen for group, seen in progress().items() if int(group) >= self.oldest}
 
-    def _standing(self) -> RankStatus:
+    def _status(self) -> RankStatus:
         state = self.state
         is_busy = uses_cpu()
         if not dist.is_initialized():
-            return RankStatus((), standing_lines(self.main_thread), is_busy, {}, state)  # type: ignore[arg-type]
+            return RankStatus((), current_lines(self.main_thread), is_busy, {}, state)  # type: ignore[arg-type]
         entered = tuple(calls(since=self.oldest))
-        return RankStatus(entered, standing_lines(self.main_thread), is_busy, group_ranks(), state)  # type: ignore[arg-type]
+        return RankStatus(entered, current_lines(self.main_thread), is_busy, group_ranks(), state)  # type: ignore[arg-type]
 
     def _wake(self) -> None:
         """Wake the main thread if it is blocked in native code.
@@ -279,7 +279,7 @@ def _failure(error: BaseException) -> Failure:
     in_collective = isinstance(error, RuntimeError) and (
         places[-1][0].startswith(_DISTRIBUTED)
         or lost_connection(error)
-        or any(word in message for word in _TOLD_BY_GLOO)
+        or any(word in message for word in _GLOO_MESSAGES)
     )
     trace = user_traceback(error, __file__, ast.__file__)
     return Failure(Raised.of(error), trace, time.monotonic(), line, in_collective)

@@ -16,7 +16,7 @@ from ddp_tutorial.processes.spawn import exit_descriptor, has_exited, rename_cel
 from ddp_tutorial.processes.transport import Outbox, Sender, take_messages
 
 _PIECE = 1 << 16
-# Number of reads that empty the output pipe of a rank that has exited. Further output comes from its child processes.
+# After this many reads, the output pipe of an exited rank is empty. Further output comes from its child processes.
 _PIECES = 16
 
 
@@ -105,12 +105,12 @@ class WorkerHandle:
         """
         if not self._closed:
             with suppress(BrokenPipeError, BlockingIOError):
-                self._control(*message)  # far shorter than PIPE_BUF, so it is written whole or not at all
+                self._control(*message)  # far shorter than PIPE_BUF, so it is written completely or not at all
                 return True
         return False
 
     def ask(self, what: str, number: int) -> None:
-        """Send the request "look" or "stand" to the rank's control thread. The answer contains the same number."""
+        """Send the query "snapshot" or "status" to the rank's control thread. The answer contains the same number."""
         if self.control(what, number):
             self.asked = number
 
@@ -179,7 +179,7 @@ class WorkerHandle:
 
     @property
     def cause_order(self) -> tuple[int, float]:
-        """Sort key that finds the cause of a failure. The smallest key is the most likely cause.
+        """Sort key for failed ranks. The rank with the smallest key is the most likely cause of the failure.
 
         The order is as follows: exceptions that a rank raised by itself, by time; ranks that exited; lost connections.
         """
@@ -208,16 +208,16 @@ class WorkerHandle:
                     self.started = True
                 case "progress", _ if self.rank == 0:
                     self.console.progress(*content)
-                case "shown", [number, bundle] if number == self.number:
+                case "display", [number, bundle] if number == self.number:
                     self._shown.append(bundle)
                 case (("done" | "raised"), [number, value]) if number == self.number:
                     self.outcome = (kind, value)
                 case "answer", [number, answer]:
                     self.answered, self.answer = number, answer
-                    self._note(answer)
+                    self._record_answer(answer)
         return more
 
-    def _note(self, answer: Answer) -> None:
+    def _record_answer(self, answer: Answer) -> None:
         if isinstance(answer, Snapshot) and answer != self._seen:
             self._seen, self._since = answer, time.monotonic()
 

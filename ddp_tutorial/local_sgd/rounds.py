@@ -1,4 +1,4 @@
-"""Compute when the ranks average their weights. This module is pure arithmetic and uses no processes."""
+"""Compute when the ranks average their weights. This module contains only arithmetic and starts no processes."""
 
 from dataclasses import dataclass
 

@@ -111,7 +111,7 @@ class LocalSGD:
         """Compute the gradient of this rank's mean loss.
 
         Returns:
-            The totals of all ranks, in the last step of a round, which is collective. In other steps, this rank's
+            In the last step of a round, which is collective, the totals of all ranks. In all other steps, this rank's
             totals multiplied by the number of ranks.
         """
         self.loss.is_local = True
@@ -150,9 +150,9 @@ class LocalSGD:
         Raises:
             NotFiniteError: On all ranks, if a rank has had a non-finite gradient since the weights were last averaged.
         """
-        self._meet()
+        self._average_weights()
 
-    def _meet(self) -> None:
+    def _average_weights(self) -> None:
         parameters = self._parameters
         problems = parameters[0].new_full((1,), float(bool(self._problem)))
         average(self.world, self.counted, [*parameters, problems])
@@ -185,7 +185,7 @@ class LocalSGD:
             return
         tensors = [*self._parameters, *self.module.buffers()]
         own = [tensor.detach().clone() for tensor in tensors]
-        self._meet()
+        self._average_weights()
         self._is_mean = True
         try:
             yield self.module

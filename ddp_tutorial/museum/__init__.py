@@ -1,7 +1,7 @@
 """Bugs from real distributed training programs, each with its fix, and invariants that catch all these bugs.
 
-Most of the bugs cause no error and no warning: the loss falls, but the model is wrong. The modules `gradients` to
-`metrics`, one for each topic, reproduce the bugs in plain PyTorch code. `correct` contains correct programs.
+Most bugs cause no error or warning: the loss falls, but the model is wrong. The modules `gradients`, `accumulation`,
+`data`, `control`, `checkpoints` and `metrics` reproduce the bugs in plain PyTorch. `correct` contains correct programs.
 `invariants` defines properties of every correct program, and detects violations without knowledge of the bugs.
 """
 

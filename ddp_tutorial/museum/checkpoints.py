@@ -1,4 +1,4 @@
-"""Bugs in checkpoints that change the resumed run. Each program resumes from the files in its folder."""
+"""Checkpointing bugs that change the resumed run. Each program resumes from the files in its folder."""
 
 import os
 import random
@@ -117,7 +117,7 @@ def starts_the_epoch_anew(world: World, folder: Path) -> Result:
     return {"weights": weights(model)}
 
 
-# ----------------------------------------------------------------------------------------------- the choice of the file
+# ------------------------------------------------------------------------------------ the choice of the checkpoint file
 
 
 def takes_the_newest_file(world: World, folder: Path) -> Result:

@@ -134,7 +134,7 @@ def skips_samples_that_are_too_long(world: World) -> Result:
 
 
 class _Branches(nn.Module):
-    """Model whose second branch processes only samples with a large first input. A batch may contain no such sample."""
+    """Model that runs its second branch only if a sample in the batch has a large first input."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Correct programs that look wrong. No invariant may raise an alarm for them."""
+"""Correct programs that look wrong. No invariant may report a violation for these programs."""
 
 import math
 import signal
@@ -83,7 +83,7 @@ def drops_out_by_rank(world: World) -> Result:
 
 
 def normalises_its_part(world: World) -> Result:
-    model = ddp(nn.BatchNorm1d(8))  # per-rank statistics differ from one process, but are not a bug
+    model = ddp(nn.BatchNorm1d(8))  # per-rank statistics differ from those of one process, but this is not a bug
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for _, x, y in loader(world):
         F.mse_loss(model(x), y).backward()
@@ -277,7 +277,7 @@ def keeps_its_random_numbers(world: World, folder: Path) -> Result:
         optimizer.load_state_dict(of_optimizer)
     for step, (_, x, y) in enumerate(loader(world)):
         if numbers is not None and step == start:
-            torch.set_rng_state(numbers)  # only now, because the loader has drawn a number for its workers
+            torch.set_rng_state(numbers)  # now, after the loader has drawn a random number for its workers
         if step >= start:
             F.mse_loss(model(x), y).backward()
             optimizer.step()

@@ -56,7 +56,7 @@ def reduces_what_was_accumulated(world: World, accumulate: int = 2) -> Result:
 
 def reduces_one_layers_last_micro_batch(world: World, accumulate: int = 3) -> Result:
     model, calls = ddp(), 0
-    model.register_comm_hook(None, lambda _, bucket: _ready(bucket.buffer()))  # does not average; the hooks below do
+    model.register_comm_hook(None, lambda _, bucket: _ready(bucket.buffer()))  # disables DDP's averaging
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
 
     def hook(gradient: torch.Tensor) -> torch.Tensor:
@@ -325,7 +325,7 @@ def divides_the_sum_by_all_samples(world: World) -> Result:
 def averages_unequal_batches(world: World) -> Result:
     model, samples = ddp(), DATA[:21]
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
-    for _, x, y in zip(*(part.split(7) for part in samples), strict=True):  # 4 and 3 on two ranks
+    for _, x, y in zip(*(part.split(7) for part in samples), strict=True):  # 4 and 3 samples on two ranks
         F.mse_loss(model(x[world.rank :: world.size]), y[world.rank :: world.size]).backward()
         optimizer.step()
         optimizer.zero_grad()

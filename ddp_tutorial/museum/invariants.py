@@ -13,7 +13,7 @@ A program returns a dict of results. Numbers and tensors in the dict must not de
 are special: `seen` contains the samples trained on in one epoch, `held_out` the validation samples, and `orders` the
 sample order in each epoch of a program that shuffles.
 
-No invariant refers to a particular bug. The tests also check that no invariant raises an alarm for a correct program.
+No invariant refers to a particular bug. The tests also check that correct programs do not violate any invariant.
 """
 
 import inspect
@@ -62,11 +62,11 @@ def examine(
 ) -> dict[str, dict[str, str]]:
     """Check programs against all invariants that apply to them.
 
-    One launch runs all programs. If a rank crashes, the current program violates the current invariant, and the
-    remaining programs run in a new launch. After a hang, no further invariants are checked for that program.
+    One launch runs all programs. If a rank crashes, the current program counts as violating the current invariant, and
+    the remaining programs run in a new launch. After a hang, no further invariants are checked for that program.
 
     Returns:
-        For each program, a dict from each invariant to the violation, or "" if the program satisfies the invariant.
+        For each program, a dict that maps each invariant to its violation, or to "" if the program satisfies it.
 
     Raises:
         RankTimeoutError: If a launch takes longer than `timeout` seconds, for example because a program never returns.
@@ -204,7 +204,7 @@ def _division(stage: Stage, program: Program) -> str:
 
 
 def _difference(first: Mapping[str, Any], second: Mapping[str, Any], of_first: str, of_second: str) -> str:
-    """Describe the difference between the numbers and tensors in two results. Return "" if they are equal.
+    """Return a description of the first number or tensor that differs between two results, or "" if none differs.
 
     Strings, such as folder names, may differ between runs.
     """
@@ -377,7 +377,7 @@ def _check(stage: Stage, program: Program) -> str:
 
 
 def _replica() -> tuple[nn.Module, torch.optim.Optimizer, dict[str, torch.Tensor]]:
-    """Return a model and its optimizer after a step, identical on all ranks, and some of their tensors by name."""
+    """Return a model, its optimizer after one step, and some of their tensors by name, identical on all ranks."""
     torch.manual_seed(0)
     model = nn.Sequential(first := nn.Linear(4, 2), nn.Linear(2, 1)).double()
     optimizer = torch.optim.Adam(model.parameters(), lr=0.01)

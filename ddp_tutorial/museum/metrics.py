@@ -236,7 +236,7 @@ def returns_where_it_differs(world: World, model: nn.Module, optimizer: Optimize
         mine = value.clone()
         dist.broadcast(mine, src=0)
         if not torch.equal(mine, value):
-            return False  # on this rank; the other ranks wait for it
+            return False  # only on this rank; the other ranks wait for it
     return True
 
 
@@ -258,7 +258,7 @@ def raises_on_some_ranks(world: World, model: nn.Module, optimizer: Optimizer) -
     mine = flat.clone()
     dist.broadcast(mine, src=0)
     if not torch.equal(mine, flat):
-        raise ValueError("not as on rank 0")
+        raise ValueError("the state differs from rank 0's state")
     dist.barrier()
     return True
 

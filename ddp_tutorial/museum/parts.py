@@ -65,7 +65,7 @@ def loader(world: World, batch: int = 8, samples: int = 24) -> DataLoader[Any]:
 
 
 def pieces(world: World, accumulate: int, batch: int = 8) -> Iterator[tuple[int, torch.Tensor, torch.Tensor]]:
-    """Yield this rank's micro-batches, each with its index in its batch."""
+    """Yield this rank's micro-batches, each with its index within the batch."""
     for _, x, y in loader(world, batch):
         yield from zip(range(accumulate), x.chunk(accumulate), y.chunk(accumulate), strict=True)
 

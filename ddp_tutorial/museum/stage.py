@@ -1,7 +1,7 @@
-"""Test harness that runs many programs per launch, on all ranks or on a single rank, optionally with faults.
+"""Test harness that runs many programs per launch, on all ranks or on a single rank, optionally with injected faults.
 
 A program calls `torch.distributed` as usual. Each run uses a new default group, or a single-rank group if the run uses
-one process. A group's timeout is `PATIENCE` seconds instead of half an hour. A run that hangs is therefore aborted soon
+one process. A group's timeout is `TIMEOUT` seconds instead of half an hour. A run that hangs is therefore aborted soon
 and does not affect the next run.
 """
 
@@ -31,12 +31,12 @@ from ddp_tutorial.museum.parts import Program
 from ddp_tutorial.processes.errors import lost_connection
 from ddp_tutorial.world import World
 
-PATIENCE = 0.5  # timeout of collectives, in seconds
-LONG_PATIENCE = 20.0  # timeout of a second run if all ranks waited in the same collective (a busy machine, no hang)
+TIMEOUT = 0.5  # timeout of collectives, in seconds
+LONG_TIMEOUT = 20.0  # timeout of a second run if all ranks waited in the same collective (a busy machine, no hang)
 
 
 class CutError(BaseException):
-    """Simulated kill. The class is not an `Exception`, so programs do not catch it."""
+    """Simulated kill. The class is not a subclass of `Exception`, so programs do not catch it."""
 
 
 class StrikeError(RuntimeError):
@@ -90,15 +90,15 @@ class Stage:
         *args: Any,
         alone: bool = False,
         around: Around | None = None,
-        patience: float = PATIENCE,
+        timeout: float = TIMEOUT,
         **settings: Any,
     ) -> list[Outcome]:
         """Run a program, and return its outcomes in rank order on every rank. Collective.
 
         With `alone`, each rank runs the program on its own, in a single-rank group.
         """
-        limit = timedelta(seconds=patience)
-        group = self._alone if alone else _impatient(limit)
+        limit = timedelta(seconds=timeout)
+        group = self._alone if alone else _new_group(limit)
         world = World() if alone else replace(self.world, timeout=limit)
         outcome, began = Outcome(), time.monotonic()
         torch.manual_seed(1000 + self.world.rank)
@@ -110,7 +110,7 @@ class Stage:
                 outcome.error = f"SystemExit: {left.code}"
             except (Exception, CutError) as error:
                 outcome.error, outcome.exit_code = f"{type(error).__name__}: {error}", 1
-        has_waited = time.monotonic() - began >= patience or lost_connection(outcome.error)
+        has_waited = time.monotonic() - began >= timeout or lost_connection(outcome.error)
         outcomes = all_gather(self.world, outcome)
         if alone or not any(all_gather(self.world, has_waited)):
             if not alone:
@@ -118,8 +118,8 @@ class Stage:
                     dist.destroy_process_group(group)
             return outcomes
         found = self._diagnosed(group, has_waited=has_waited)
-        if found.kind in {"none", "slow"} and patience < LONG_PATIENCE:
-            return self.play(program, *args, around=around, patience=LONG_PATIENCE, **settings)
+        if found.kind in {"none", "slow"} and timeout < LONG_TIMEOUT:
+            return self.play(program, *args, around=around, timeout=LONG_TIMEOUT, **settings)
         for each in outcomes:
             each.hang = found.verdict if found.kind not in {"none", "slow"} else ""
         return outcomes
@@ -145,8 +145,8 @@ class Stage:
         return diagnose({rank: RankStatus(tuple(each), left="well") for rank, each in enumerate(of_ranks)})
 
 
-def _impatient(limit: timedelta) -> dist.ProcessGroup:
-    """Create a group of all ranks whose collectives time out after `limit`. Creation may take longer. Collective."""
+def _new_group(limit: timedelta) -> dist.ProcessGroup:
+    """Create a group of all ranks. Its collectives, but not its creation, time out after `limit`. Collective."""
     group: dist.ProcessGroup = dist.new_group(timeout=timedelta(seconds=60))
     dist.distributed_c10d._set_pg_timeout(limit, group)
     return group
@@ -290,7 +290,7 @@ def checked(world: World, detectors: Callable[[], Sequence[Detector]]) -> Around
 
             def step(optimizer: Optimizer, *_: Any) -> None:
                 if not checks and models:
-                    limit = replace(world, timeout=timedelta(seconds=LONG_PATIENCE))
+                    limit = replace(world, timeout=timedelta(seconds=LONG_TIMEOUT))
                     checks.append(stack.enter_context(checking(limit, models[0], optimizer, detectors(), every=1)))
 
             for hook in (register_module_forward_pre_hook(forward), register_optimizer_step_pre_hook(step)):

@@ -140,7 +140,7 @@ def _train(world: World, name: str, work: Work) -> Outcome:
         return model
 
     gc.freeze()  # some trainers collect garbage at the end, which takes seconds if many objects exist
-    dist.barrier()  # start together
+    dist.barrier()  # start at the same time on all ranks
     model = train(world, replace(work, model=timed, report=losses.append))
     calls = calls[-work.steps :]
     warm = min(_WARM, len(calls) // 2)

@@ -1,4 +1,4 @@
-"""Define the run of all trainers: its model, samples, loss, optimizer, learning-rate scheduler and number of steps."""
+"""Define the run that all trainers perform: model, samples, loss, optimizer, scheduler and number of steps."""
 
 import math
 from collections.abc import Callable
@@ -19,7 +19,7 @@ from ddp_tutorial.training.gpt import GPT
 
 Batch = dict[str, Tensor]
 
-# The indices of the long stories among 16. Both interleaved and contiguous shards contain unequal numbers of tokens.
+# The positions of long stories in each group of 16. Interleaved and contiguous shards have unequal numbers of tokens.
 LONG = {0, 2, 4, 6, 8}
 
 
@@ -113,10 +113,10 @@ def digits(steps: int = 40, per_rank: int = 16) -> Work:
 
 
 def perceptron(steps: int = 20, per_rank: int = 4, *, dropout: float = 0.0) -> Work:
-    """Return a run with a two-layer perceptron on 64 of the digits, so that an epoch is short.
+    """Return a run with a two-layer perceptron on 64 of the digit images, so that an epoch is short.
 
-    The model has no tied weights, unlike `gpt`. Hugging Face's Trainer saves a model with tied weights only if it is a
-    `PreTrainedModel`.
+    The model has no tied weights, unlike `gpt`. Hugging Face's Trainer saves a model with tied weights only if the
+    model is a `PreTrainedModel`.
     """
     work = digits(steps, per_rank)
 

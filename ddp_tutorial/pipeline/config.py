@@ -10,20 +10,20 @@ Name = Literal["gpipe", "1f1b", "interleaved"]
 
 
 class StagesConfig(Config):
-    """Settings for the split into stages and the schedule, for any number of ranks."""
+    """Settings for the schedule and the split into stages, for any number of ranks."""
 
     schedule: Name = Field("1f1b", description="Order of forward and backward passes.")
-    micro_batches: int = Field(4, ge=1, description="Micro-batches of a step through one pipeline.")
+    micro_batches: int = Field(4, ge=1, description="Micro-batches per pipeline in one run of the schedule.")
     per_rank: int = Field(1, ge=1, description="Stages on each rank; schedule interleaved requires at least 2.")
     cuts: tuple[str, ...] = Field(
         (),
         strict=False,
         examples=[["blocks.2"]],
-        description="Modules that begin a stage, except the first; by default, `split` chooses them.",
+        description="First module of each stage except stage 0; by default, `split` chooses them.",
     )
     split: Literal["parameters", "measured"] = Field(
         "parameters",
-        description="What stages without `cuts` balance: parameters, or the time of the modules, measured on rank 0.",
+        description="Without `cuts`, balance the stages by parameters, or by module times measured on rank 0.",
     )
 
     def on(self, ranks: int) -> "PipelineConfig":
@@ -51,7 +51,7 @@ class StagesConfig(Config):
 class PipelineConfig(StagesConfig):
     """Settings for the split into stages, the schedule, and the number of ranks in a pipeline."""
 
-    ranks: int = Field(2, ge=1, description="Ranks in a pipeline; the world size is a multiple.")
+    ranks: int = Field(2, ge=1, description="Ranks in a pipeline; the world size must be a multiple of this number.")
 
     @property
     def stages(self) -> int:
@@ -81,6 +81,6 @@ def require_schedule(name: Name, ranks: int, micro_batches: int, per_rank: int =
         raise ConfigError("schedule 'interleaved' requires at least 2 stages per rank, got 1: use '1f1b'")
     if name != "gpipe" and micro_batches < ranks:
         raise ConfigError(
-            f"schedule {name!r} requires at least one micro-batch per rank, got {micro_batches} for {ranks} ranks: "
-            "some ranks would always be idle. Use more micro-batches, or fewer stages"
+            f"schedule {name!r} requires at least one micro-batch per rank, got {micro_batches} for {ranks} ranks. "
+            "Otherwise, some ranks are always idle. Use more micro-batches, or fewer stages"
         )

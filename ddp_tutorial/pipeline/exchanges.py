@@ -22,7 +22,7 @@ from ddp_tutorial.pipeline.schedules import FORWARD, Action, Table, dependencies
 
 
 class Transfer(NamedTuple):
-    """A message between two ranks of a pipeline, which contains an action's output or the shape of this output."""
+    """A message between two ranks of a pipeline. It contains an action's output, or the shape of the output."""
 
     action: Action
     source: int
@@ -60,7 +60,7 @@ def slots_of(table: Table, *, with_shapes: bool = False) -> list[list[Slot]]:
             for slot, message in enumerate(messages, ends[need]):
                 transfers[message.source][slot].append(message)
                 transfers[target][slot].append(message)
-    # Messages between two ranks match in the order in which they are issued: both ranks sort them.
+    # Messages between two ranks are matched in the order in which they are issued, so both ranks sort them.
     return [
         [Slot(sorted(batch), own.get(number)) for number, batch in enumerate(batches)]
         for batches, own in zip(transfers, actions, strict=True)

@@ -1,4 +1,4 @@
-"""Compute the memory and communication of each rank of a pipeline from its schedule, without running it.
+"""Compute the memory and communication of each pipeline rank from the schedule, without running the pipeline.
 
 The stages run once on PyTorch's meta device, to measure the bytes saved for the backward pass and the size of the
 output.

@@ -40,7 +40,7 @@ def check_pipeline(model: nn.Module, config: PipelineConfig, world_size: int) ->
     The function does not communicate, so it can be called before a launch.
 
     Raises:
-        ConfigError: If the model has fewer modules than stages, if a split name is not a module, or if the world size
+        ConfigError: If the model has fewer modules than stages, if `cuts` names an unknown module, or if the world size
             is not a multiple of the number of ranks in a pipeline.
     """
     if world_size % config.ranks:
@@ -100,7 +100,7 @@ class Pipeline:
             loss: The loss function.
             config: The pipeline settings.
             precision: The mixed-precision settings.
-            seed: The seed of dropout. With a seed, dropout depends only on the seed, the step, the stage, and the
+            seed: The seed for dropout. With a seed, dropout depends only on the seed, the step, the stage, and the
                 micro-batch.
 
         Raises:
@@ -216,7 +216,7 @@ class Pipeline:
 def _sum_gradients(parameters: Sequence[nn.Parameter], group: Any, device: torch.device) -> None:
     """Replace each `.grad` with the sum over the ranks of the group. Collective.
 
-    A parameter that no rank has used keeps `.grad` None.
+    If no rank has used a parameter, its `.grad` remains None.
     """
     flags = torch.tensor([p.grad is not None for p in parameters], dtype=torch.float32, device=device)
     dist.all_reduce(flags, group=group)

@@ -87,7 +87,7 @@ class StageRunner:
             peers: The ranks of the pipeline, in order.
             place: The position of this rank in `peers`.
             precision: The mixed-precision settings.
-            seed: The seed of dropout. With a seed, dropout depends only on the seed, the step, the stage, and the
+            seed: The seed for dropout. With a seed, dropout depends only on the seed, the step, the stage, and the
                 micro-batch. Dropout is then the same for every schedule and every number of ranks with the same split
                 into stages. Without a seed, dropout uses the rank's own random number generators.
         """
@@ -319,7 +319,7 @@ class _FirstStageInput(nn.Module):
     """A stand-in for the model on the first stage, which raises its arguments as a `_CapturedCall`."""
 
     def forward(self, *inputs: Any, **named: Any) -> None:
-        """Raise the arguments."""
+        """Raise the arguments as a `_CapturedCall`."""
         raise _CapturedCall(inputs, named)
 
 

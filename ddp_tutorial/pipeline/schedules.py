@@ -99,7 +99,7 @@ def interleaved(ranks: int, micro_batches: int, per_rank: int = 2) -> Table:
 
 
 def _in_turns(forwards: list[Action], backwards: list[Action], warm_up: int) -> list[Action]:
-    """Return `warm_up` forward passes, then alternating forward and backward passes, then the other backward passes."""
+    """Return `warm_up` forward passes, then alternating forward and backward passes, then the last backward passes."""
     first = min(warm_up, len(forwards))
     turns = zip(forwards[first:], backwards, strict=False)
     middle = [action for pair in turns for action in pair]
@@ -193,7 +193,7 @@ class Plan:
 
     @property
     def makespan(self) -> float:
-        """The seconds from the start of the first action to the end of the last action."""
+        """The time in seconds from the start of the first action to the end of the last action."""
         return max(timed.end for rank in self.ranks for timed in rank)
 
     @property

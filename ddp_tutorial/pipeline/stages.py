@@ -2,7 +2,7 @@
 
     split_into_stages(model, ["blocks.2"])     # a GPT of four blocks: stage 1 begins with block 2
 
-The model must be a chain, in which each module takes one tensor, the output of the previous module. An `nn.Sequential`
+The model must be a chain, in which each module takes one tensor: the output of the previous module. An `nn.Sequential`
 is a chain. Any other model must define a `chain()` method that returns its modules by name, as `training.gpt` does.
 Models with skip connections across a stage boundary, such as a U-Net, are not supported.
 """
@@ -62,7 +62,7 @@ def split_into_stages(model: nn.Module, names: Sequence[str]) -> list[Stage]:
         The stages. There is one more stage than there are names.
 
     Raises:
-        ConfigError: If a name is not a module of the chain, or if the names are not in the order of the chain.
+        ConfigError: If the chain has no module with a given name, or if the names are not in the order of the chain.
     """
     chain = chain_of(model)
     known = list(chain)
@@ -84,7 +84,7 @@ def split_into_stages(model: nn.Module, names: Sequence[str]) -> list[Stage]:
 
 
 def even_splits(model: nn.Module, stages: int) -> list[str]:
-    """Return the names of the modules at which a split minimizes the size of the largest stage.
+    """Return the names of the modules at which to split `model` so that the largest stage is as small as possible.
 
     Raises:
         ConfigError: If there are more stages than modules.
@@ -100,7 +100,7 @@ def even_splits(model: nn.Module, stages: int) -> list[str]:
 
 
 def balance(costs: Sequence[float], stages: int) -> list[int]:
-    """Return the first module index of each stage except stage 0, for the split with the lowest maximum stage cost.
+    """Return the index of the first module of each stage except stage 0, such that the maximum stage cost is minimal.
 
     No stage is empty. In the table, best[k][j] is the cost of the most expensive stage if the first j modules are split
     into k stages.

@@ -34,7 +34,7 @@ from ddp_tutorial.zero.state import Groups, OptimizerState
 class PipelineStrategy:
     """A strategy in which every rank updates its own stages.
 
-    Dropout depends only on `seed`, the index of the schedule run, the stage, and the micro-batch.
+    Dropout masks depend only on `seed`, the index of the schedule run, the stage, and the micro-batch.
     """
 
     link: Link | None = None  # tensors are sent by torch's own send and receive
@@ -56,7 +56,7 @@ class PipelineStrategy:
             world: The participating ranks.
             loss: The loss function.
             config: The pipeline settings.
-            seed: The seed of dropout.
+            seed: The seed for dropout.
             precision: The mixed-precision settings.
             accumulation: The number of schedule runs per step, each with new micro-batches.
         """

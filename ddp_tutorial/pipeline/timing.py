@@ -19,7 +19,7 @@ _REPEATS = 5
 def measured_splits(
     model: nn.Module, loss: Loss, batch: Any, stages: int, precision: Precision | None = None
 ) -> list[str]:
-    """Return the names of the modules at which a split minimizes the measured time of the slowest stage.
+    """Return the names of the modules at which to split `model` so that the slowest stage is as fast as possible.
 
     The function measures a copy of the model, so that buffers and gradients do not change. Random number generators do
     not change either.

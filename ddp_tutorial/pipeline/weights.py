@@ -118,8 +118,8 @@ class StageWeights:
 class StageWeightsState:
     """A pipeline's weights in the checkpoint format.
 
-    Each tensor is written once, by the first rank of the first pipeline that stores the tensor. All ranks that store
-    the tensor read it.
+    Each tensor is written once. In the first pipeline, the first rank that stores the tensor writes it. All ranks that
+    store the tensor read it.
     """
 
     def __init__(self, weights: StageWeights, written: set[str]) -> None:

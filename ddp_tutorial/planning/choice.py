@@ -37,14 +37,14 @@ def choose(model: Transformer, device: Device, network: Network, devices: int, b
             best[kind] = estimate
     if not best:
         raise ValueError(
-            f"no plan has a global batch of about {batch_tokens:,.0f} tokens on {devices:,} devices: use at least "
-            f"{model.sequence:,} tokens per replica, or fewer devices"
+            f"no plan has a global batch of about {batch_tokens:,.0f} tokens on {devices:,} devices: increase the "
+            f"batch to at least {model.sequence:,} tokens per replica, or use fewer devices"
         )
     return sorted(best.values(), key=_order)
 
 
 def _order(estimate: Estimate) -> tuple[bool, float]:
-    """Return a sort key that orders plans that fit by time per token, followed by all other plans by memory."""
+    """Return a sort key that puts the plans that fit first, by time per token, and then the others, by memory."""
     return not estimate.fits, 1 / estimate.tokens_per_second if estimate.fits else estimate.memory.total
 
 
@@ -78,7 +78,7 @@ def candidates(model: Transformer, network: Network, devices: int, sequences: fl
 
 
 def _variants(plan: Plan, network: Network) -> Iterator[Plan]:
-    """Yield variants of `plan` with each permitted strategy, and with and without recomputation."""
+    """Yield variants of `plan` with each permitted strategy and each kind of recomputation."""
     strategies: tuple[Strategy, ...] = ("ddp", "zero1")
     if plan.pipeline == 1:
         strategies = ("ddp", "zero1", "zero2", "zero3", "hsdp")

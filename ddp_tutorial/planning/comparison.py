@@ -76,7 +76,7 @@ def predict(run: PublishedRun, reached: float = REACHED) -> Estimate:
         ValueError: If the run uses context parallelism, which the model does not describe.
     """
     if run.context > 1:
-        raise ValueError(f"context parallelism is not modeled, got {run.name} with {run.context} ranks per sequence")
+        raise ValueError(f"context parallelism is not modeled, but {run.name} uses {run.context} ranks per sequence")
     device = replace(DEVICES[run.device], reached=reached)
     return estimate_step(model_of(run), plan_of(run), device, network_of(run))
 
@@ -97,7 +97,7 @@ def _best(logarithms: Sequence[Sequence[float]]) -> int:
     return min(range(len(GRID)), key=lambda position: sum(abs(each[position]) for each in logarithms))
 
 
-# --------------------------------------------------------------------------------------------- a run as model and plan
+# -------------------------------------------------------------------------------- conversion of a run to model and plan
 
 
 def model_of(run: PublishedRun) -> Transformer:

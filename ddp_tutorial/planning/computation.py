@@ -54,7 +54,7 @@ def _dense(model: Transformer, device: Device) -> float:
 
 
 def _layer_traffic(model: Transformer) -> int:
-    """Return the bytes per token that the operations between matrix products read and write in the forward pass."""
+    """Return the bytes per token that a layer's operations between matrix products access in the forward pass."""
     norms = 2 * 4 * model.width
     residuals = 2 * 6 * model.width
     rotation = 4 * (model.width + 2 * model.kv_width)
@@ -78,7 +78,7 @@ def _output(model: Transformer, device: Device) -> float:
 
 
 def hardware_flops_per_token(model: Transformer, plan: Plan) -> float:
-    """Return the FLOPs per token with recomputation, except for the recomputation inside fused kernels."""
+    """Return the FLOPs per token, including recomputation but not the recomputation inside fused kernels."""
     again = {
         "none": 0,
         "selective": 0 if plan.fused_attention else model.attention_flops,

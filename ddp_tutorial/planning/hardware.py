@@ -69,7 +69,7 @@ class Network:
 
 GIB = 2**30  # data sheets write GB for the memory of a device, but these are GiB
 
-# Matrix FLOP/s as a fraction of the peak: A100 271.2 of 312, H100 794.5 of 989, B200 1,745 of 2,250 TFLOP/s.
+# Achievable and peak matrix TFLOP/s: 271.2 of 312 on A100, 794.5 of 989 on H100, and 1,745 of 2,250 on B200.
 MATMULS = "https://github.com/stas00/ml-engineering/tree/master/compute/accelerator#maximum-achievable-matmul-flops"
 # FlashAttention-2: 50 to 73 % of the peak on A100 (https://arxiv.org/abs/2307.08691), 35 % on H100. FlashAttention-3
 # reaches up to 75 % on H100, but most published runs are older.
@@ -94,21 +94,21 @@ NETWORKS = {
     network.name: network
     for network in (
         Network(
-            "DGX A100",  # 600 GB/s of NVLink in both directions, 8 network cards of 200 Gbit/s
+            "DGX A100",  # 600 GB/s of NVLink bandwidth (sum of both directions), 8 network cards of 200 Gbit/s
             8,
             LinkModel(NVLINK_LATENCY, 300e9),
             LinkModel(FABRIC_LATENCY, 25e9),
             "https://www.nvidia.com/en-us/data-center/dgx-a100/",
         ),
         Network(
-            "DGX H100",  # 900 GB/s of NVLink in both directions, 8 network cards of 400 Gbit/s
+            "DGX H100",  # 900 GB/s of NVLink bandwidth (sum of both directions), 8 network cards of 400 Gbit/s
             8,
             LinkModel(NVLINK_LATENCY, 450e9),
             LinkModel(FABRIC_LATENCY, 50e9),
             "https://www.nvidia.com/en-us/data-center/dgx-h100/",
         ),
         Network(
-            "DGX B200",  # 1,800 GB/s of NVLink in both directions, 8 network cards of 400 Gbit/s
+            "DGX B200",  # 1,800 GB/s of NVLink bandwidth (sum of both directions), 8 network cards of 400 Gbit/s
             8,
             LinkModel(NVLINK_LATENCY, 900e9),
             LinkModel(FABRIC_LATENCY, 50e9),

@@ -8,7 +8,7 @@ from ddp_tutorial.planning.transformer import Transformer
 from ddp_tutorial.zero.memory import model_state_bytes
 
 # The fraction of a device's memory that a plan may use. The rest is for the CUDA context, communication buffers and
-# fragmentation. This is an assumption.
+# fragmentation. The value is an assumption.
 USABLE = 0.9
 
 
@@ -36,7 +36,7 @@ class Memory:
         return self.weights + self.gradients + self.optimizer + self.gathered + self.activations
 
     def fits(self, device: Device) -> bool:
-        """Return whether the fraction `USABLE` of the device's memory is sufficient."""
+        """Return whether the total is at most the fraction `USABLE` of the device's memory."""
         return self.total <= USABLE * device.memory
 
 

@@ -16,7 +16,7 @@ class Precision:
     Attributes:
         weights: Bytes per weight, in computation and in all-gathers.
         gradients: Bytes per gradient, in memory and in reductions.
-        optimizer: Bytes of optimizer state, for a float32 copy of the weight and two float32 moments.
+        optimizer: Bytes of optimizer state per weight: by default, a float32 copy and two float32 moments.
     """
 
     weights: int = 2
@@ -66,10 +66,10 @@ class Plan:
             raise ValueError(f"all numbers in a plan must be at least 1, got {self}")
         if self.devices % (self.tensor * self.pipeline):
             raise ValueError(
-                f"devices must be a multiple of tensor x pipeline = {self.tensor * self.pipeline}, got {self.devices}"
+                f"'devices' must be a multiple of tensor x pipeline ({self.tensor * self.pipeline}), got {self.devices}"
             )
         if self.strategy == "hsdp" and self.pipeline > 1:
-            raise ValueError(f"strategy hsdp does not support a pipeline, got pipeline={self.pipeline}: use zero1")
+            raise ValueError(f"'hsdp' does not support pipelines, got pipeline={self.pipeline}: use 'zero1'")
 
     @property
     def data(self) -> int:

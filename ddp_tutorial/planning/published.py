@@ -50,20 +50,20 @@ class PublishedRun:
         kv_heads: The number of key and value heads.
         feed_forward: The hidden width of the feed-forward layer.
         gated: Whether the feed-forward layer has a gate (SwiGLU), and therefore three matrices instead of two.
-        vocabulary: The number of rows of the embedding.
+        vocabulary: The number of rows in the token embedding.
         tied: Whether the embedding and the output layer share their weights.
         sequence: Tokens per sequence.
-        flash_attention: Whether the attention matrix is never written to memory.
+        flash_attention: Whether a fused kernel computes attention, without writing the attention matrix to memory.
         device: The type of the device, a key of `DEVICES`.
         devices: The number of devices.
-        fabric: The class of the network between nodes of eight devices.
+        fabric: The type of the network between nodes. Each node contains eight devices.
         fabric_gbit: Gbit/s per device between nodes, in each direction.
         fabric_published: Whether the source states `fabric_gbit`. Otherwise, the value is typical of such nodes.
         zero: The ZeRO stage over the data-parallel ranks. 0 means DDP.
         data: Data-parallel ranks.
         tensor: Tensor-parallel ranks.
         pipeline: Pipeline stages.
-        chunks: Model chunks per pipeline rank. Above 1, the schedule is interleaved.
+        chunks: Model chunks per pipeline rank. If greater than 1, the schedule is interleaved.
         context: Context-parallel ranks, which split each sequence.
         micro_batch: Sequences per micro-batch on each data-parallel rank.
         recompute: The activations that the backward pass recomputes. "half" is torchtitan's selective option "op".
@@ -115,11 +115,11 @@ class PublishedRun:
     note: str = ""
 
     def __post_init__(self) -> None:
-        """Raise `ValueError` if the degrees do not match `devices`, or if the batch has an incomplete micro-batch."""
+        """Raise `ValueError` if the parallel degrees do not match `devices`, or if a micro-batch is incomplete."""
         ranks = self.data * self.tensor * self.pipeline * self.context
         if ranks != self.devices:
             raise ValueError(
-                f"{self.name}: the product of the degrees must be the number of devices, {self.devices}, got {ranks}"
+                f"{self.name}: the product of the parallel degrees must be 'devices' ({self.devices}), got {ranks}"
             )
         if self.batch_tokens % (self.data * self.micro_batch * self.sequence):
             raise ValueError(
@@ -155,7 +155,7 @@ class PublishedRun:
         """Return the FLOPs per token that the source's convention counts."""
         if self.convention == "hardware, 8 N":
             return 8.0 * self.parameters
-        if self.convention == "hardware, Megatron":  # equation 3 of Narayanan et al., for 4 h wide ungated layers
+        if self.convention == "hardware, Megatron":  # equation 3 of Narayanan et al.: ungated, inner width 4 h
             per_layer = 96 * self.width**2 + 16 * self.sequence * self.width
             return float(self.layers * per_layer + 6 * self.vocabulary * self.width)
         embedding = 0 if self.tied else self.vocabulary * self.width  # a lookup costs no FLOPs
@@ -494,7 +494,7 @@ PUBLISHED_RUNS: tuple[PublishedRun, ...] = (
         vocabulary=50432,
         tied=False,
         convention="hardware, Megatron",
-        note="Four 200 Gbit/s adapters for eight GPUs. The FLOP count is that of the repository's log.",
+        note="Four 200 Gbit/s adapters for eight GPUs. FLOPs are counted as in the repository's log.",
     ),
     _gpt3(
         "BLOOM 176B, 384 A100",
@@ -615,7 +615,7 @@ PUBLISHED_RUNS: tuple[PublishedRun, ...] = (
         tied=False,
         sequence=4096,
         mfu=53.98,
-        note="Selective recomputation of attention, which flash attention performs in any case.",
+        note="The run recomputes attention selectively, which flash attention does in any case.",
     ),
     _meta_405b(8192, 64, 430, 43),
     _meta_405b(16384, 128, 400, 41),

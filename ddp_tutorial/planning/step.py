@@ -4,8 +4,8 @@
   time of all other operations is the bytes that they read and write, divided by the memory bandwidth (`computation`).
 - The backward pass takes twice as long as the forward pass. Recomputation repeats all or part of the forward pass.
 - Tensor parallelism communicates twice per layer in each pass, without overlap.
-- Data parallelism communicates once per layer. All but one layer's communication overlaps with computation
-  (`overlapped`), except for the all-gather of updated weights at the end of "zero1" and "zero2" steps.
+- Data parallelism communicates once per layer. Only one layer's communication does not overlap with computation
+  (`overlapped`), except that the all-gather of updated weights at the end of "zero1" and "zero2" steps never overlaps.
 - A pipeline of p stages and m micro-batches is idle for (p - 1) / m of its busy time. With v chunks per stage, the
   fraction is (p - 1) / (m v), and the messages between stages overlap with the computation of other chunks (Narayanan
   et al., 2021).
@@ -37,10 +37,10 @@ class Estimate:
         plan: The plan.
         tokens: The global batch size in tokens.
         compute: Computation, including recomputation.
-        tensor: Communication of tensor parallelism, which does not overlap.
+        tensor: Tensor-parallel communication, which does not overlap with computation.
         bubble: Idle time of the pipeline.
-        exposed: Communication of data parallelism and of the pipeline that does not overlap with computation.
-        communication: All communication of data parallelism and of the pipeline, including the overlapped part.
+        exposed: Data-parallel and pipeline communication that does not overlap with computation.
+        communication: All data-parallel and pipeline communication, including the overlapped part.
         optimizer: The optimizer's update of the weights.
         bytes_inside: Bytes that the device sends within its node.
         bytes_across: Bytes that the device sends to other nodes, averaged over the devices of a node.
@@ -134,17 +134,17 @@ def check(model: Transformer, plan: Plan, network: Network) -> None:
     chunks = model.layers + 2  # the embedding and the output layer can be separate chunks, as in Llama 3 405B
     if plan.pipeline * plan.interleaving > chunks:
         raise ValueError(
-            f"pipeline x interleaving must be at most {chunks}, the number of layers plus 2, got "
+            f"'pipeline' x 'interleaving' must be at most {chunks} (the number of layers plus 2), got "
             f"{plan.pipeline} x {plan.interleaving}"
         )
     if model.heads % plan.tensor:
-        raise ValueError(f"tensor must divide the number of heads ({model.heads}), got {plan.tensor}")
+        raise ValueError(f"'tensor' must divide the number of heads ({model.heads}), got {plan.tensor}")
     if plan.data % shard_size(plan, network):
-        raise ValueError(f"shard must divide the data-parallel degree ({plan.data}), got {shard_size(plan, network)}")
+        raise ValueError(f"'shard' must divide the data-parallel degree ({plan.data}), got {shard_size(plan, network)}")
 
 
 def shard_size(plan: Plan, network: Network) -> int:
-    """Return the number of devices that share the sharded model state. Not all strategies shard the full state."""
+    """Return the number of devices over which model state is sharded. Some strategies shard only part of the state."""
     if plan.strategy != "hsdp":
         return plan.data
     return plan.shard or min(plan.data, max(1, network.per_node // plan.tensor))
@@ -199,7 +199,7 @@ def data_parallel(model: Transformer, plan: Plan, network: Network) -> DataParal
 
 
 def _groups(plan: Plan, network: Network) -> tuple[Group, Group, Group]:
-    """Return the groups of all data-parallel devices, of the devices that shard one replica, and of the replicas."""
+    """Return three groups: all data-parallel devices, the devices that shard one replica, and the replicas."""
     shard = shard_size(plan, network)
     return (
         group_of(plan.data, plan.tensor, network.per_node),
@@ -260,7 +260,7 @@ def message_seconds(model: Transformer, plan: Plan, network: Network) -> float:
 
 
 def optimizer_seconds(model: Transformer, plan: Plan, device: Device, shard: int) -> float:
-    """Return the time to read and write the gradients, optimizer state and weights in memory once."""
+    """Return the time to read the gradients, to read and write the optimizer state, and to write the weights."""
     own = plan.device_parameters(model.parameters) / (1 if plan.strategy == "ddp" else shard)
     precision = plan.precision
     return own * (2 * precision.optimizer + precision.gradients + precision.weights) / device.memory_bandwidth
@@ -286,7 +286,7 @@ def tokens_to_hide_communication(
 
     Args:
         strategy: The strategy. "zero1" and "zero2" send half as many bytes as "ddp" in the backward pass; their
-            all-gather at the end of the step is never hidden. "hsdp" is "zero3" within a node.
+            all-gather at the end of the step is never hidden. "hsdp" is treated as "zero3" within a node.
         devices: The number of devices.
         device: The device.
         network: The network.
@@ -297,7 +297,7 @@ def tokens_to_hide_communication(
     if group.size == 1:
         return 0.0
     speed = device.matmul_flops
-    per_byte = speed * sent_bytes(group, 1) / group.bandwidth(network)  # FLOPs in the time that a byte takes
+    per_byte = speed * sent_bytes(group, 1) / group.bandwidth(network)  # FLOPs computed while one byte is sent
     match strategy:
         case "ddp":
             return gradients * per_byte / 2

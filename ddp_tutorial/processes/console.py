@@ -174,10 +174,10 @@ class TerminalConsole(Console):
 class NotebookConsole(Console):
     """Console that shows the ranks' lines and figures after the ranks have exited, grouped by rank.
 
-    While the ranks run, it shows a progress bar. If a person runs the cell, it also shows a live area with the status,
-    the elapsed time and the last lines of each rank. If a program executes the notebook, there is no live area, so that
-    the outputs are the same in every run. The bar and the live area are plain HTML rather than widgets. Jupyter does
-    not save the state of a widget in the notebook, so a reopened notebook would show an error instead of the widget.
+    While the ranks run, the console shows a progress bar. If a person runs the cell, the console also shows a live area
+    with the status, the elapsed time and the last lines of each rank. If a program executes the notebook, there is no
+    live area, so that the outputs are the same in every run. The bar and the live area are plain HTML rather than
+    widgets. Jupyter does not save the state of a widget, so a reopened notebook would show an error instead.
     """
 
     environment: ClassVar[dict[str, str]] = {"MPLBACKEND": "module://ddp_tutorial.processes.figures"}

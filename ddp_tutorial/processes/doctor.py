@@ -108,7 +108,7 @@ def _gpus() -> tuple[bool | None, str, str]:
 def _backends() -> tuple[bool | None, str, str]:
     there = {"gloo": dist.is_gloo_available(), "nccl": dist.is_nccl_available(), "mpi": dist.is_mpi_available()}
     text = ", ".join(f"{name} {'yes' if yes else 'no'}" for name, yes in there.items())
-    return there["gloo"], text, "" if there["gloo"] else "install a torch with gloo: pip install torch"
+    return there["gloo"], text, "" if there["gloo"] else "install a torch build with gloo: pip install torch"
 
 
 def _loopback() -> tuple[bool | None, str, str]:
@@ -153,7 +153,7 @@ def _folder() -> tuple[bool | None, str, str]:
     place = RUNS if RUNS.is_dir() else Path()
     free = shutil.disk_usage(place).free
     if not os.access(place, os.W_OK):
-        return False, f"{place.resolve().name}/ is not writable", "change to a writable folder: runs are saved under it"
+        return False, f"{place.resolve().name}/ is not writable", "change to a writable folder: runs are saved in it"
     return (
         free > GIB,
         f"{free / GIB:.0f} GiB free for runs/",

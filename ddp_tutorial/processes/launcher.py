@@ -81,7 +81,7 @@ TICK_SECONDS = 1.0
 # Seconds that ranks have to report their stacks after a timeout.
 REPORT_SECONDS = 2.0
 # Number of 64 KiB reads from the output pipe of a rank that has exited. A pipe holds 64 KiB on Linux, so more output
-# can only come from a child process of the rank that is still writing.
+# can only come from a child process that is still writing.
 _PIPE_PIECES = 16
 
 
@@ -184,17 +184,17 @@ def _check(
     in_process: bool,
 ) -> None:
     if not callable(fn):
-        raise TypeError(f"launch(fn, nprocs): fn must be a function, got {fn!r}")
+        raise TypeError(f"launch(fn, nprocs): 'fn' must be a function, got {fn!r}")
     if not isinstance(nprocs, int) or isinstance(nprocs, bool) or nprocs < 1:
-        raise ValueError(f"nprocs must be a positive integer such as 2, got {nprocs!r}")
+        raise ValueError(f"'nprocs' must be a positive integer such as 2, got {nprocs!r}")
     if not collective_timeout > 0:
-        raise ValueError(f"collective_timeout must be a positive number of seconds, got {collective_timeout!r}")
+        raise ValueError(f"'collective_timeout' must be a positive number of seconds, got {collective_timeout!r}")
     if timeout is not None and not (isinstance(timeout, (int, float)) and timeout > 0):
-        raise ValueError(f"timeout must be a positive number of seconds, or None for no timeout, got {timeout!r}")
+        raise ValueError(f"'timeout' must be a positive number of seconds, or None for no timeout, got {timeout!r}")
     if threads is not None and not (isinstance(threads, int) and threads >= 1):
-        raise ValueError(f"threads must be a positive integer, or None to divide the cores evenly, got {threads!r}")
+        raise ValueError(f"'threads' must be a positive integer, or None to divide the cores evenly, got {threads!r}")
     if in_process and nprocs != 1:
-        raise ValueError(f"nprocs must be 1 with in_process=True, got {nprocs}. Use nprocs=1, or omit in_process.")
+        raise ValueError(f"'nprocs' must be 1 with in_process=True, got {nprocs}. Use nprocs=1, or omit in_process.")
 
 
 def _check_call(fn: Callable[..., object], args: Sequence[object]) -> None:
@@ -215,7 +215,7 @@ def _check_call(fn: Callable[..., object], args: Sequence[object]) -> None:
 
 @dataclass
 class _Rank:
-    """The parent's handle of a rank. It contains the rank's process, two pipes, and result or error."""
+    """The parent's handle of a rank. It contains the rank's process, its two pipes, and its result or error."""
 
     rank: int
     process: Any
@@ -249,7 +249,7 @@ class _Rank:
 
     @property
     def cause_order(self) -> tuple[int, float]:
-        """Sort key that finds the cause among several failures. The smallest key is the most likely cause.
+        """Sort key for failed ranks. The rank with the smallest key is the most likely cause of the failure.
 
         The order is as follows: exceptions that a rank raised by itself, by time; ranks that exited without an
         exception; lost connections; repetitions of rank 0's error.
@@ -304,7 +304,7 @@ class _Ranks:
             outputs, messages = ([self._pipe(parents_copies) for _ in range(self.nprocs)] for _ in range(2))
             lifeline, self.lifeline = os.pipe()
             parents_copies.callback(os.close, lifeline)
-            call_file = parents_copies.enter_context(TemporaryFile())  # deleted when its last user closes it
+            call_file = parents_copies.enter_context(TemporaryFile())  # deleted when the last process closes it
             call_file.write(call)
             call_file.flush()
             job = RankJob(
@@ -396,7 +396,7 @@ class _Ranks:
             try:
                 values.append(pickle.loads(rank.result or b""))
             except Exception as error:
-                why = f"returned a value that cannot be unpickled here: {type(error).__name__}: {error}"
+                why = f"returned a value that the parent process cannot unpickle: {type(error).__name__}: {error}"
                 raise RankError(rank.rank, why) from error
         return values
 
@@ -498,7 +498,7 @@ class _Ranks:
         if first.lost_connection and any(rank.result is not None for rank in self.ranks):
             note += (
                 " A rank that returns closes its connections. Every rank must enter every collective, with tensors of "
-                "the same size. Set TORCH_DISTRIBUTED_DEBUG=DETAIL, and torch reports sizes that differ."
+                "the same size. With TORCH_DISTRIBUTED_DEBUG=DETAIL, torch reports sizes that differ."
             )
         trace = strip_noise(first.traceback)
         return RankError(first.rank, first.reason, trace, first.log.tail(), note, first.raised)
@@ -511,7 +511,7 @@ class _Ranks:
             pass
         stories = []
         for rank in self.ranks:
-            silent = "  no answer: still starting, stopped, or busy in native code"
+            silent = "  The rank did not respond: it is still starting, is stopped, or is busy in native code."
             stood = (rank.report or silent).rstrip() if rank in late else ""
             stories.append(f"rank {rank.rank} {rank.reason}\n{stood}".rstrip())
         # Prefer a rank that has not returned and is not waiting in a collective.

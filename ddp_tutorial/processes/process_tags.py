@@ -38,7 +38,7 @@ def kill_tagged(variable: str, is_ours: Callable[[str], bool]) -> None:
     """Kill all matching processes, and repeat until no matching process is left.
 
     Repeating is necessary because a process may start another process just before it is killed. The function gives up
-    after ten seconds if the operating system does not release some of the processes.
+    after ten seconds if some of the processes still exist.
 
     Args:
         variable: Name of the environment variable.

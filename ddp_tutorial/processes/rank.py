@@ -120,7 +120,7 @@ def run_rank(rank: int, job: RankJob) -> None:
 
 
 class ParentInfo(Protocol):
-    """The information about the parent that a process requires to become a rank.
+    """Settings from the parent process that a new rank requires.
 
     Attributes:
         threads: Number of torch threads.
@@ -188,13 +188,13 @@ def _exit_with_parent(origin: ParentInfo) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
     if origin.dies_with_thread:
-        die_with_parent()  # replaces the SIGINT that torch.multiprocessing.spawn requested, which this rank ignores
+        die_with_parent()  # replaces spawn's parent-death signal, SIGINT, which this rank ignores
     if os.getppid() != origin.parent:  # the parent exited before `die_with_parent` took effect
         os._exit(1)
 
 
 def _keep_descriptors_from_children() -> None:
-    """Prevent programs that this rank starts from inheriting its file descriptors.
+    """Prevent child programs from inheriting the file descriptors of this rank.
 
     `multiprocessing` makes the descriptors inheritable. If a program outlived the rank, it would keep the pipes open,
     and the parent would never reach the end of the output.

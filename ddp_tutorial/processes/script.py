@@ -1,4 +1,4 @@
-"""Import the main script into every rank of `launch`, so that it behaves as under torchrun.
+"""Import the main script into every rank of `launch`, so that the script behaves as under torchrun.
 
 Top-level statements of the script, such as `torch.manual_seed(0)` or `torch.set_default_dtype(...)`, therefore take
 effect in every rank. The script's functions and classes belong to the imported module. As in `multiprocessing`, the

@@ -26,7 +26,7 @@ class StoppedError(FailedError):
         super().__init__(f"stopped by {signal.Signals(number).name} before there was anything to save")
 
 
-class _Signalled(BaseException):
+class _Signaled(BaseException):
     """Raised when a signal arrives inside `stopped_by_signals`.
 
     The class derives from `BaseException`, because torch catches `Exception` in many places while it is imported.
@@ -34,7 +34,7 @@ class _Signalled(BaseException):
 
 
 def _raise(number: int, frame: object) -> None:
-    raise _Signalled(number)
+    raise _Signaled(number)
 
 
 def exit_code(environ: Mapping[str, str] = os.environ, *, by_signal: bool = True) -> int:
@@ -103,5 +103,5 @@ def stopped_by_signals() -> Iterator[None]:
     with handling(SIGNALS, _raise):
         try:
             yield
-        except _Signalled as signalled:
-            raise StoppedError(signalled.args[0]) from None
+        except _Signaled as signaled:
+            raise StoppedError(signaled.args[0]) from None

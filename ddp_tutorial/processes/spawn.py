@@ -49,7 +49,7 @@ def oversubscription_warning(nprocs: int, device: str, cores: int) -> str | None
     if device != "cpu" or nprocs <= _CROWD * cores:
         return None
     several = "1 core" if cores == 1 else f"{cores} cores"
-    return f"{nprocs} ranks share {several}: starting them may take minutes and needs about 150 MB per rank"
+    return f"{nprocs} ranks share {several}: starting them may take minutes and requires about 150 MB per rank"
 
 
 def exit_descriptor(process: Any) -> int:
@@ -133,7 +133,7 @@ def loopback_store(nprocs: int) -> dist.TCPStore | None:
 
 
 def rank_environment(nprocs: int, threads: int, port: int) -> dict[str, str]:
-    """Return OpenMP's environment variables, and those that torchrun would set except RANK and LOCAL_RANK.
+    """Return the environment variables for OpenMP, and torchrun's variables except RANK and LOCAL_RANK.
 
     OpenMP reads its variables when torch is imported, so they must be set before the process starts.
     """
@@ -147,8 +147,8 @@ def rank_environment(nprocs: int, threads: int, port: int) -> dict[str, str]:
         "GLOO_SOCKET_IFNAME": loopback,
         "NCCL_SOCKET_IFNAME": loopback,
         "OMP_NUM_THREADS": str(threads),
-        # The threads of a matrix product wait for one another. By default, they spin. If a different process occupies
-        # one of the cores, two spinning threads are several times slower than one thread.
+        # The threads of a matrix product wait for one another, by default in a busy loop. If a different process
+        # occupies one of the cores, two busy-waiting threads are several times slower than one thread.
         "OMP_WAIT_POLICY": os.environ.get("OMP_WAIT_POLICY", "PASSIVE"),
     }
 
@@ -161,7 +161,7 @@ def interrupts_deferred() -> Iterator[None]:
     ignores SIGINT. However, the mask applies to one thread only. In a process with several threads, such as a Jupyter
     kernel, a different thread receives the signal. The handler therefore records the interrupt until the block exits.
     """
-    resource_tracker.ensure_running()  # spawn would start it inside the block and unblock SIGINT (3.11)
+    resource_tracker.ensure_running()  # spawn would start the tracker inside the block and unblock SIGINT (Python 3.11)
     interrupts: list[int] = []
     try:
         with handling([signal.SIGINT], lambda number, _: interrupts.append(number)):

@@ -83,7 +83,7 @@ def run(
 def _join(main: Callable[..., Result], args: tuple[Any, ...], here: World) -> Result:
     if "TORCHELASTIC_RUN_ID" in os.environ:  # otherwise the ranks of a killed agent would keep training
         die_with_parent()
-    import_dynamo()  # an import after `process_group` would keep the group alive; see there
+    import_dynamo()  # an import after `process_group` would keep the group alive; see `process_group`
 
     with process_group(here) as world:
         try:

@@ -66,7 +66,7 @@ class RunFolder:
 
     @property
     def model(self) -> Path:
-        """The folder that contains the final model, or a single file if the model defines no export format."""
+        """The folder of the final model. It contains one file if the model does not define `save_pretrained`."""
         return self.path / "model"
 
     @property

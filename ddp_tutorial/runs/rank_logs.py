@@ -22,7 +22,7 @@ LOG = logging.getLogger("ddp_tutorial")
 @contextmanager
 def rank_log(world: World, run: RunFolder) -> Iterator[None]:
     """Inside the block, send log messages and Python's warnings to the console and to this rank's log file."""
-    run.create()  # does not exist yet on a machine that does not share rank 0's disk
+    run.create()  # the folder does not exist yet on a machine that does not share rank 0's disk
     file = logging.FileHandler(run.rank_log(world.rank), encoding="utf-8")
     form = f"%(asctime)s rank {world.rank} %(levelname)-7s %(message)s"
     file.setFormatter(logging.Formatter(form, "%Y-%m-%d %H:%M:%S"))

@@ -71,11 +71,11 @@ def require_rank_zeros(world: World, name: str) -> None:
     """Check that the named folder on rank 0's disk did not belong to a different rank of an earlier run. Collective.
 
     Raises:
-        ConfigError: If the folder contains logs of other ranks but no config, because the run and its checkpoints are
-            then stored on a different host. The error is raised on all ranks.
+        ConfigError: On all ranks, if the folder contains logs of other ranks but no config. In that case, the run and
+            its checkpoints are stored on a different host.
     """
 
-    def look() -> None:
+    def check() -> None:
         folder = RunFolder(RUNS / name)
         if not folder.exists() and any(folder.path.glob("rank_*.log")):
             raise ConfigError(
@@ -83,7 +83,7 @@ def require_rank_zeros(world: World, name: str) -> None:
                 "saved the checkpoints there. Start rank 0 on that host, or use a different run name."
             )
 
-    decide_on_rank_zero(world, look)
+    decide_on_rank_zero(world, check)
 
 
 def _ranks_without(world: World, folder: Path) -> list[str]:
@@ -120,8 +120,8 @@ def _create_folder(name: str, label: str, again: bool, private: bool) -> tuple[R
 class RunRecord:
     """One rank's record of a run.
 
-    Enter the record once, inside `exclusive`, for the duration of the run. Inside the block, messages go to the rank's
-    log, phases are timed, and an exception is recorded as the run's failure.
+    Enter the record once, inside `exclusive`, for the duration of the run. Inside the block, messages are written to
+    the rank's log, phases are timed, and an exception is recorded as the run's failure.
     """
 
     def __init__(

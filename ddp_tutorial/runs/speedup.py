@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from ddp_tutorial.config import ConfigError
 from ddp_tutorial.runs.summaries import Summary, differing_settings
 
-# Settings that determine the work of a step. Throughput can only be compared between runs that share them.
+# Settings that determine the work of a step. Throughput can only be compared between runs with the same values.
 _WORK = ("task", "corpus", "tokenizer", "model", "batch_size", "per_device_train_batch_size")
 
 
@@ -50,7 +50,7 @@ def speedup(run: Summary, baseline: Summary | None) -> Speedup:
 
 
 def different_work(run: Summary, baseline: Summary) -> list[str]:
-    """Return the settings that differ between two runs and change the work of a step."""
+    """Return the settings that differ between two runs and affect the work of a step."""
     return [name for name in differing_settings([run, baseline]) if name.split(".")[0] in _WORK]
 
 

@@ -203,7 +203,7 @@ class Events:
         self._writer: Any = None
 
     def write(self, record: dict[str, Any]) -> None:
-        """Write one point of every curve. Each float in the record is one point, except running totals."""
+        """Write one point for every curve. Each float in the record is one point, except running totals."""
         if self._writer is None:
             self._writer = self._open(purge_step=self._purge_step)
         shown = {name: value for name, value in record.items() if isinstance(value, float) and name not in self._totals}

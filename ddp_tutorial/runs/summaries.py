@@ -34,7 +34,7 @@ _OWN_WORK = ("data", "forward")
 # A rank is a straggler if its own work takes at least this many times as long as the other ranks' work,
 _SLOW = 1.5
 # and if the difference is at least this fraction of the measured time.
-_WORTH_TELLING = 0.05
+_SIGNIFICANT = 0.05
 
 # Larger numbers cannot be measurements, and may not fit into a float.
 _LARGEST = 1e300
@@ -319,7 +319,7 @@ def unit_of(rows: Sequence[Row]) -> str:
 
 
 def _count(rows: Sequence[Row], unit: str) -> float | None:
-    """Return the run's total count in units of `unit`, or None if the count was not logged.
+    """Return the run's total count in `unit`, or None if the count was not logged.
 
     Weighted samples count as fractions.
     """
@@ -397,7 +397,7 @@ def straggler(seconds: Mapping[str, Sequence[float]]) -> dict[str, Any] | None:
         slowest = each.index(max(each))
         others = statistics.median(each[:slowest] + each[slowest + 1 :])
         lost = each[slowest] - others
-        if each[slowest] > _SLOW * others and lost > max(_WORTH_TELLING * measured, worst["seconds"] if worst else 0.0):
+        if each[slowest] > _SLOW * others and lost > max(_SIGNIFICANT * measured, worst["seconds"] if worst else 0.0):
             times = round(each[slowest] / others, 2) if others else None
             worst = {"rank": slowest, "phase": name, "times": times, "seconds": round(lost, 3)}
     return worst

@@ -30,7 +30,7 @@ def gpu_memory(device: torch.device) -> dict[str, float]:
 
 
 def imbalance(memory: Mapping[str, Sequence[float]]) -> dict[str, Any] | None:
-    """Return the rank that uses much more memory than the median of the others, or None if there is none.
+    """Return the rank that uses much more memory than the median of the other ranks, or None if there is none.
 
     Args:
         memory: Each rank's memory in MB, by kind, such as "rss_mb".

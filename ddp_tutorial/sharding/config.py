@@ -18,7 +18,7 @@ class SourceConfig(Config):
         "carry", description="Policy for the last samples of an epoch if they do not fill a batch."
     )
     workers: int = Field(
-        0, ge=0, description="Number of worker processes that prefetch batches on each rank; 0 reads in the rank."
+        0, ge=0, description="Worker processes per rank that prefetch batches; 0 reads in the main process."
     )
     worker_timeout: float = Field(
         120, gt=0, description="Seconds that a rank waits for a worker's batch before it raises an error."

@@ -166,9 +166,7 @@ def _read_stories(argument: str) -> list[bytes]:
         tables = [pyarrow.parquet.read_table(path) for path in sorted(STORIES.glob("*.parquet"))]
         return [story.encode() for table in tables for story in table["text"].to_pylist()]
     if not argument.isdecimal() or int(argument) == 0:
-        raise ConfigError(
-            f"corpus 'stories' requires a positive number of stories, such as stories:3000, got 'stories:{argument}'"
-        )
+        raise ConfigError(f"the number of stories must be at least 1, as in 'stories:3000', got 'stories:{argument}'")
     return [story(number).encode() for number in range(int(argument))]
 
 
@@ -250,7 +248,7 @@ def _read_dataset(kind: str, argument: str) -> Iterator[bytes]:
 
 
 def _reach_hub(argument: str) -> None:
-    """Raise an error immediately if the Hub cannot be reached. `datasets` would retry five times first.
+    """Raise an error immediately if the Hub cannot be reached. `datasets` itself would first retry five times.
 
     Raises:
         ConfigError: If the connection fails.
@@ -268,6 +266,6 @@ def _reach_hub(argument: str) -> None:
     except OSError as error:
         raise ConfigError(
             f"corpus 'hub:{argument}': {address.hostname} cannot be reached ({error}). To use a dataset that has "
-            "already been downloaded, set HF_HUB_OFFLINE=1. Without a download, use 'python', 'stories:100000', or "
-            "json:PATH or parquet:PATH for your own files."
+            "already been downloaded, set HF_HUB_OFFLINE=1. To avoid the download, use 'python' or 'stories:100000', "
+            "or read your own files with 'json:PATH' or 'parquet:PATH'."
         ) from None

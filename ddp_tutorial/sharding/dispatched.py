@@ -25,7 +25,7 @@ from ddp_tutorial.world import World, require_group
 class DispatchedSource:
     """A source for data that only one process can read. Rank 0 reads the samples for all ranks.
 
-    Threads read, send, and receive steps ahead of time while the ranks compute. These threads use a separate process
+    While the ranks compute, background threads read, send, and receive the next steps in their own process
     group. A batch is any tree of tensors with one row per sample. The batch size need not be a multiple of the world
     size. If `collate_fn` pads, it pads to the longest sample in the global batch. An error on rank 0 is raised on all
     ranks as a `SourceError`.

@@ -47,11 +47,11 @@ class Permutation:
     Finite Domains", 2002).
 
     The permutation takes about 50 ns per sample on a 2020 CPU core. For an epoch of 10^9 samples, the total is 50 s,
-    spread over the epoch. A shuffled list of these samples would require 8 GB on every rank.
+    spread over the epoch. A shuffled list of the sample indices would require 8 GB on every rank.
 
     Attributes:
         samples: The number of samples in the dataset.
-        seed: The seed of the order. None keeps the order in which the samples are stored.
+        seed: The seed of the sample order. None keeps the order in which the samples are stored.
         window: The size of a shuffle window, for files with slow random access. The windows are visited in random
             order. All samples of a window are visited, in random order, before the next window begins. The start of
             the first window is also random, so that two samples do not always share a window.
@@ -156,7 +156,7 @@ class GlobalBatch(NamedTuple):
 
 @dataclass(frozen=True)
 class GlobalBatchSampler:
-    """A sampler that returns the global batch of each step, which contains `batch_size` samples of `order`.
+    """A sampler that returns the global batch of each step, the next `batch_size` samples of `order`.
 
     Attributes:
         order: The order of the samples.
@@ -178,17 +178,17 @@ class GlobalBatchSampler:
         """Validate the fields; see the class docstring."""
         samples, batch = self.order.samples, self.batch_size
         if samples < 1:
-            raise ConfigError("the dataset is empty, but must contain at least 1 sample")
+            raise ConfigError("the dataset must contain at least 1 sample, got 0")
         if batch < 1:
             raise ConfigError(f"'batch_size' must be at least 1, got {batch}")
         if self.remainder == "drop" and samples < batch:
             raise ConfigError(
-                f"with remainder 'drop', the dataset must contain at least one batch of {batch} samples, got {samples}"
+                f"with remainder 'drop', the dataset must contain at least {batch} samples (one batch), got {samples}"
             )
 
     @property
     def steps_per_epoch(self) -> float:
-        """The number of steps in one epoch. With remainder 'carry', it may be a fraction."""
+        """The number of steps in one epoch. With remainder 'carry', the number may be fractional."""
         steps = self.order.samples / self.batch_size
         rounded = {"carry": steps, "drop": math.floor(steps)}
         return rounded.get(self.remainder, math.ceil(steps))

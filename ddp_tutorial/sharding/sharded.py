@@ -60,7 +60,7 @@ class ShardedSource:
             data: A map-style dataset, or the result of `as_samples` (for example, with a `collate_fn`).
             sharding: A sampler that returns the global batch of each step.
             world: The ranks of the run.
-            transform: A function that maps a batch to another batch, for example for augmentation.
+            transform: A function that transforms a batch, for example for augmentation.
             workers: The number of worker processes on this rank. 0 reads in the main process.
             prefetch: The number of batches that each worker prefetches.
             worker_timeout: The timeout for a batch, in seconds.
@@ -83,7 +83,7 @@ class ShardedSource:
         self._fetch = _Fetch(self.data, transform, sharding.order.seed or 0)
         self._options = worker_options(workers, prefetch, worker_timeout)
         self._batches: Iterator[list[Tree]] | None = None
-        self._revival = WorkerRestart()
+        self._restart = WorkerRestart()
 
     @property
     def steps_per_epoch(self) -> float:
@@ -115,7 +115,7 @@ class ShardedSource:
 
         Raises:
             SourceError: If reading fails, if a worker crashes twice at the same step, or if a worker returns no batch
-                within `worker_timeout` seconds. The message contains the rank, the worker, and the samples.
+                within `worker_timeout` seconds. The message identifies the rank, the worker, and the samples.
         """
         if micro_batches != self._parts:
             self.close()  # the prefetched batches have a different number of micro-batches
@@ -128,9 +128,9 @@ class ShardedSource:
         except Exception as error:
             turn = self._taken % max(1, self.workers)
             who, ahead = failed_worker(self._batches, turn, self.workers)
-            where = _range(np.concatenate(self._planned[ahead][0])) if ahead < len(self._planned) else "reading ahead"
+            where = _range(np.concatenate(self._planned[ahead][0])) if ahead < len(self._planned) else "prefetching"
             message = f"rank {self.world.rank}{who}, {where}: {error}"
-            again = self._revival.is_due(self._batches, self.cursor, message)
+            again = self._restart.is_due(self._batches, self.cursor, message)
             self.close()  # so that the caller can retry the step
             if again:
                 return self.take(micro_batches)
@@ -235,8 +235,8 @@ def require_samples_for_all(sharding: GlobalBatchSampler, world: World) -> None:
     """Raise an error if a rank would never receive a sample.
 
     Raises:
-        ConfigError: If a batch contains fewer samples than there are ranks. If the remainder policy does not repeat
-            samples, the dataset must also contain at least one sample per rank.
+        ConfigError: If a batch contains fewer samples than there are ranks. Also raised if the dataset does, and the
+            remainder policy does not repeat samples.
     """
     samples, batch = sharding.order.samples, sharding.batch_size
     repeats = sharding.remainder in {"pad", "carry"}  # samples are repeated, so there may be fewer samples than ranks
@@ -255,12 +255,10 @@ def require_streams_for_all(streams: int, batch_size: int, world: World) -> None
         ConfigError: If there are fewer streams than ranks, or if `batch_size` is less than the number of streams.
     """
     if streams < world.size:
-        raise ConfigError(
-            f"the number of streams must be at least {world.size}, one stream for each rank, got {streams}"
-        )
+        raise ConfigError(f"the number of streams must be at least {world.size} (one stream per rank), got {streams}")
     if batch_size < streams:
         raise ConfigError(
-            f"'batch_size' must be at least {streams}, one sample from each stream, got {batch_size}. Use a larger "
+            f"'batch_size' must be at least {streams} (one sample per stream), got {batch_size}. Use a larger "
             "batch_size, or fewer streams."
         )
 

@@ -70,10 +70,10 @@ def make_source(
             `TokenBlocks` or `ArrowShards` for any kind. Every rank must pass the full dataset.
         batch_size: The number of samples in a step, over all ranks.
         world: The ranks of the run.
-        seed: The seed of the order. None keeps the order in which the samples are stored.
+        seed: The seed of the sample order. None keeps the order in which the samples are stored.
         config: Settings that specify how the data are read.
         collate_fn: A function that combines a list of samples into one batch, as in torch's `DataLoader`.
-        transform: A function that maps a batch to another batch, for example for augmentation.
+        transform: A function that transforms a batch, for example for augmentation.
 
     Raises:
         ConfigError: On all ranks, if the data do not support the kind, are empty, or differ between ranks (see
@@ -94,7 +94,7 @@ def make_source(
     samples = as_samples(data, collate_fn)
     require_same_samples(samples, world)
     if not len(samples):
-        raise ConfigError("the dataset is empty, but must contain at least 1 sample")
+        raise ConfigError("the dataset must contain at least 1 sample, got 0")
     if isinstance(samples, TokenBlocks) and config.kind in {"streamed", "fast_stream"}:
         with rank_zero_first(world):
             paths = as_shards(samples, CACHE)
@@ -161,8 +161,8 @@ def _require_kind(config: SourceConfig, data: Any) -> None:
     kind, name = config.kind, type_name(data)
     if (kind == "streamed" or _is_stream(data)) and config.remainder != "carry":
         raise ConfigError(
-            "'source.remainder' requires a source of known length, but the length of a stream is unknown. Use "
-            "source.remainder=carry."
+            f"'source.remainder' must be carry for a stream, because the length of a stream is unknown, got "
+            f"{config.remainder}. Use source.remainder=carry."
         )
     if isinstance(data, TokenBlocks | ArrowShards):
         return

@@ -42,8 +42,8 @@ class StreamedSource:
     shards. Other data are split by rows: every stream reads all rows and keeps only its own rows. Therefore, the
     iterable must yield all samples on every rank, in the same order each time, and must not split the data itself.
 
-    Samples are taken from the streams in turn. Rank r of W reads the streams s with s mod W = r. Therefore, the order
-    is the same for every world size up to `streams`. Each sample has a position in this order, and the source's state
+    Samples are taken from the streams round-robin. Rank r of W reads the streams s with s mod W = r. Thus, the order is
+    the same for every world size up to `streams`. Each sample has a position in this order, and the source's state
     is the number of completed positions. An exhausted stream leaves its positions empty. A rank does not know when the
     streams of other ranks are exhausted, so the ranks exchange their sample counts at every step. The epoch ends when
     no rank has any samples.
@@ -83,16 +83,16 @@ class StreamedSource:
             world: The ranks of the run.
             streams: The number of logical streams, which determines the order. The default is the number of shards or
                 the world size, whichever is larger.
-            seed: The seed of the order. None keeps the order in which the samples are stored.
+            seed: The seed of the sample order. None keeps the order in which the samples are stored.
             shuffle_buffer: The number of samples in the shuffle buffer.
             collate_fn: A function that combines a list of samples into one batch, as in torch's `DataLoader`.
-            transform: A function that maps a batch to another batch, for example for augmentation.
+            transform: A function that transforms a batch, for example for augmentation.
             workers: The number of worker processes on this rank. 0 reads in the main process.
             prefetch: The number of batches that each worker prefetches.
             worker_timeout: The timeout for a batch, in seconds.
 
         Raises:
-            ConfigError: If there are fewer streams than ranks.
+            ConfigError: If there are fewer streams than ranks, or if `batch_size` is less than the number of streams.
         """
         require_group(world)
         self.shards: _Shards = _as_shards(dataset, seed, shuffle_buffer)
@@ -109,11 +109,11 @@ class StreamedSource:
         self.seed = seed or 0
         self.collate_fn, self.transform = collate_fn, transform
         self.epoch = 0
-        self.places = 0  # places completed in this epoch, over all ranks
+        self.places = 0  # positions completed in this epoch, over all ranks
         self._options = worker_options(workers, prefetch, worker_timeout)
         self.parts = 1  # micro-batches per step
         self._steps: Iterator[list[_Part]] | None = None
-        self._revival = WorkerRestart()
+        self._restart = WorkerRestart()
         self._empty: Tree | None = None  # a batch of 0 rows, for steps in which this rank has no samples
 
     @property
@@ -138,7 +138,7 @@ class StreamedSource:
 
         Raises:
             ConfigError: On all ranks, at the first step, if the dataset is empty or a rank has no samples.
-            SourceError: If reading fails. The message contains the rank, the worker, and the sample positions.
+            SourceError: If reading fails. The message identifies the rank, the worker, and the sample positions.
         """
         if micro_batches != self.parts:
             self.close()  # the prefetched batches have a different number of micro-batches
@@ -176,9 +176,9 @@ class StreamedSource:
                 of_workers.append(next_from(self._steps, self.worker_timeout))
             except Exception as error:
                 who, _ = failed_worker(self._steps, worker, self.workers)
-                where = f"places {self.places} to {self.places + self.batch_size - 1} of epoch {self.epoch}"
+                where = f"positions {self.places} to {self.places + self.batch_size - 1} of epoch {self.epoch}"
                 message = f"rank {self.world.rank}{who}, {where}: {error}"
-                again = self._revival.is_due(self._steps, (self.epoch, self.places), message)
+                again = self._restart.is_due(self._steps, (self.epoch, self.places), message)
                 self.close()  # so that the caller can retry the step
                 if again:
                     return self._next_here()
@@ -224,7 +224,7 @@ class StreamedSource:
         """
         if state["streams"] < self.world.size:
             raise ConfigError(
-                f"the number of streams must be at least {self.world.size}, one stream for each rank, got "
+                f"the number of streams must be at least {self.world.size} (one stream per rank), got "
                 f"{state['streams']}"
             )
         self.close()
@@ -311,7 +311,7 @@ class _Shards(Protocol):
 
 
 def _as_shards(dataset: Any, seed: int | None, shuffle_buffer: int) -> _Shards:
-    datasets = sys.modules.get("datasets")  # imported already if the dataset belongs to it; the import takes a second
+    datasets = sys.modules.get("datasets")  # already imported if the dataset uses it; the import takes a second
     if datasets is not None and isinstance(dataset, datasets.IterableDataset):
         return _DatasetsShards(dataset if seed is None else dataset.shuffle(seed=seed, buffer_size=shuffle_buffer))
     if isinstance(dataset, Iterator):

@@ -46,8 +46,8 @@ def map_tokens(path: Path) -> torch.Tensor:
     size = path.stat().st_size
     if not size or size % dtype.itemsize:
         raise ConfigError(
-            f"{str(path)!r} must contain tokens of {dtype.itemsize} bytes each ({dtype}), got {size} bytes. "
-            "The file may be incomplete"
+            f"the size of {str(path)!r} must be a positive multiple of {dtype.itemsize} bytes (one {dtype} token), got "
+            f"{size} bytes. The file may be incomplete"
         )
     # "c" is copy on write: torch requires writable memory, and the file must not change.
     return torch.from_numpy(np.memmap(path, dtype=dtype, mode="c"))
@@ -64,12 +64,12 @@ def _type_of(index: Path) -> type[np.integer[Any]]:
     version, code = _HEADER.unpack(head[len(_MAGIC) :])
     if version != 1 or code not in _TYPES:
         raise ConfigError(
-            f"{str(index)!r} must have version 1 and an integer type ({', '.join(map(str, _TYPES))}), got version "
-            f"{version} and type {code}"
+            f"{str(index)!r} must have version 1 and an integer type code ({', '.join(map(str, _TYPES))}), got "
+            f"version {version} and type code {code}"
         )
     return _TYPES[code]
 
 
 def largest_token(tokens: torch.Tensor, count: int = 1 << 20) -> int:
-    """Return the largest of the first and last `count` tokens, because reading a whole file could take minutes."""
+    """Return the largest of the first and last `count` tokens. Reading the whole file could take minutes."""
     return max(int(part.long().max()) for part in (tokens[:count], tokens[-count:]))

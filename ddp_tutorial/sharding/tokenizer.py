@@ -46,7 +46,7 @@ def load_tokenizer(name: str) -> Tokenizer:
     if name == BYTES:
         return Tokenizer(encode, decode, (SEPARATOR,), 256)
     if not Path(name).is_file():
-        raise ConfigError(f"'tokenizer' must be {BYTES} or the path of a tokenizer.json, but {name!r} is not a file")
+        raise ConfigError(f"'tokenizer' must be {BYTES} or a tokenizer.json file, got {name!r}, which is not a file")
     require_package("tokenizers", "examples")
     import tokenizers
 
@@ -75,7 +75,7 @@ def tokenize(corpus: Corpus, name: str) -> Corpus:
         return corpus
     tokenizer = load_tokenizer(name)
     key = hashlib.blake2b(Path(name).read_bytes(), digest_size=8)
-    key.update(corpus.identity.encode())  # so that a cached corpus, which may be large, is not read
+    key.update(corpus.identity.encode())  # a cached corpus may be large, so its tokens are not hashed
     for part in () if corpus.identity else (corpus.train, corpus.valid):
         key.update(part.numpy().data)
     folder = CACHE / f"tokens-{key.hexdigest()}"

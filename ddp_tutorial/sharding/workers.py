@@ -41,7 +41,7 @@ _NOT_FOR_WORKERS = (*SIGNALS, signal.SIGINT)
 
 
 class SourceError(RuntimeError):
-    """Raised if samples cannot be read. The message contains the rank, the worker, and the samples."""
+    """Raised if samples cannot be read. The message identifies the rank, the worker, and the samples."""
 
 
 def worker_options(workers: int, prefetch: int, worker_timeout: float) -> dict[str, Any]:
@@ -59,7 +59,7 @@ def worker_options(workers: int, prefetch: int, worker_timeout: float) -> dict[s
 
 
 def too_many_workers(workers: int, ranks: int, cores: int) -> str | None:
-    """Return a warning if the workers of all ranks on a machine outnumber its cores, and None otherwise."""
+    """Return a warning if the workers of all ranks on a machine outnumber the CPU cores, and None otherwise."""
     if not workers or workers * ranks <= cores:
         return None
     advised = max(0, cores // ranks - 1)  # a rank needs its own core
@@ -87,8 +87,8 @@ def next_from(batches: Iterator[Item], worker_timeout: float) -> Item:
                 raise
             if time.monotonic() >= deadline:
                 raise SourceError(
-                    f"no batch arrived within {worker_timeout:g} s: the worker hangs, or requires a larger "
-                    "source.worker_timeout"
+                    f"no batch arrived within {worker_timeout:g} s: the worker is stuck or slow. If it is slow, use a "
+                    "larger source.worker_timeout"
                 ) from None
         except (ConnectionError, EOFError, FileNotFoundError) as error:
             # A worker passes a batch as a shared-memory file. If that fails, the worker has exited or is about to
@@ -96,14 +96,14 @@ def next_from(batches: Iterator[Item], worker_timeout: float) -> Item:
             is_own = "in DataLoader worker process" in str(error)
             if is_own or not (isinstance(batches, WorkerBatches) and batches.wait_for_worker_exit()):
                 raise
-            raise RuntimeError(f"the worker has exited: its connection was lost ({type(error).__name__})") from error
+            raise RuntimeError(f"the worker has exited, so its connection was lost ({type(error).__name__})") from error
 
 
 class WorkerRestart:
     """The policy that decides whether a source restarts its workers at a step.
 
-    The workers are restarted if a worker has exited, but only once per step, because a sample that crashed a worker
-    will crash it again.
+    The workers are restarted if a worker has exited, but only once per step, because a sample that crashes a worker
+    would also crash the new worker.
     """
 
     def __init__(self) -> None:
@@ -121,7 +121,7 @@ class WorkerRestart:
         if not (isinstance(batches, WorkerBatches) and batches.exited_workers()) or place == self._place:
             return False
         self._place = place
-        LOG.warning("%s. The workers are restarted, and read the same samples", message.partition("\n")[0].rstrip(" ."))
+        LOG.warning("%s. The workers restart and read the same samples again", message.partition("\n")[0].rstrip(" ."))
         return True
 
 
@@ -137,7 +137,7 @@ def failed_worker(batches: object, turn: int, workers: int) -> tuple[str, int]:
 
 
 class WorkerBatches(Iterator[Item]):
-    """An iterator over the batches of a `DataLoader`, which also manages its workers.
+    """An iterator over a `DataLoader`'s batches that also manages the loader's workers.
 
     The workers exit when `close` is called, when this object is garbage-collected, or when this process exits. They
     exit even if they are stuck.

@@ -15,7 +15,7 @@ _CLOCK = r"(?:(\d+)-)?(\d+):([0-5]\d):([0-5]\d)"
 class SlurmConfig(Config):
     """Settings of a job, such as its nodes and its time limit. The run's `nprocs` specifies the number of ranks."""
 
-    nodes: int = Field(1, ge=1, description="Number of nodes; each runs the same number of ranks.")
+    nodes: int = Field(1, ge=1, description="Number of nodes; each node runs the same number of ranks.")
     nodelist: str = Field(
         "", examples=["node01"], description="Nodes to use, such as node[01-03]; by default, Slurm chooses them."
     )
@@ -26,11 +26,9 @@ class SlurmConfig(Config):
     account: str = Field("", examples=["project1"], description="Account of the job.")
     time: str = Field("1h", examples=["90min"], description="Time limit: 90min, 2h, 1d12h, 1:30:00 or 1-12:00:00.")
     warning: int = Field(120, ge=1, description="Seconds before the time limit at which the ranks save and stop.")
-    cpus: int = Field(1, ge=1, description="Cores and threads of each rank.")
-    gpus: int = Field(0, ge=0, description="GPUs of each node; with device cuda, the default is one per rank.")
-    options: tuple[str, ...] = Field(
-        (), strict=False, examples=[["--mem=32G"]], description="Further options of sbatch."
-    )
+    cpus: int = Field(1, ge=1, description="Cores and threads per rank.")
+    gpus: int = Field(0, ge=0, description="GPUs per node; with device cuda, the default is one per rank.")
+    options: tuple[str, ...] = Field((), strict=False, examples=[["--mem=32G"]], description="Further sbatch options.")
     setup: tuple[str, ...] = Field(
         (), strict=False, examples=[["module load cuda"]], description="Shell commands to run before the ranks start."
     )
@@ -58,7 +56,7 @@ class SlurmConfig(Config):
     def _are_options(cls, options: tuple[str, ...]) -> tuple[str, ...]:
         for option in options:
             if not re.fullmatch(r"--?\w\S*", option):
-                raise ValueError(f"'slurm.options' must contain options of sbatch, such as --mem=32G, got {option!r}")
+                raise ValueError(f"'slurm.options' must contain sbatch options, such as --mem=32G, got {option!r}")
         return options
 
     @model_validator(mode="after")
@@ -74,7 +72,7 @@ class SlurmConfig(Config):
         listed = node_names(self.nodelist) if self.nodelist else []
         if listed and len(listed) != self.nodes:
             raise ValueError(
-                f"'slurm.nodes' must be {len(listed)}, the number of nodes in 'slurm.nodelist' ({self.nodelist}), "
+                f"'slurm.nodes' must match the {len(listed)} nodes in 'slurm.nodelist' ({self.nodelist}), "
                 f"got {self.nodes}"
             )
         return self

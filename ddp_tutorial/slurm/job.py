@@ -4,7 +4,7 @@ The script is plain text, which users can read, edit and submit by hand. It uses
 Libraries such as submitit (1.5) also write scripts and requeue jobs, but their jobs load a pickled function. This
 package's jobs run a command that saves checkpoints and resumes from them.
 
-A job ends in one of these ways:
+A job can be interrupted in these ways:
 
 - The time limit is near: Slurm sends USR1 to every rank (`--signal`). The ranks save a checkpoint after the same step
   and exit with code 75, and the script requeues the job.
@@ -30,7 +30,7 @@ from ddp_tutorial.slurm.config import SlurmConfig
 
 OUTPUT = RUNS / "slurm-%j.out"  # output of all attempts of a job; Slurm inserts the job ID
 REQUEUE_CODE = 75  # exit code of a rank that has saved and stopped on request: `processes.signals.EXIT_CODE`
-_DONE = '"status": "finished"|"reason": "a request"'  # in the result of a run that must not resume
+_DONE = '"status": "finished"|"reason": "a request"'  # in the result file of a run that must not be resumed
 
 
 def ranks_per_node(ranks: int, slurm: SlurmConfig) -> int:
@@ -110,7 +110,7 @@ def batch_script(
 
 def _tasks(srun: str, python: str, command: str) -> Iterable[str]:
     return (
-        "# Each task is a rank. SLURM_* contain the rank, the world size and the first node, for the rendezvous.",
+        "# Each task is a rank. The SLURM_* variables contain the rank, the world size and the rendezvous node.",
         f"{srun} \\",
         f"    {shlex.quote(python)} {command}",
         "code=$?",
@@ -145,13 +145,13 @@ def _clock(seconds: int) -> str:
 def submit(script: str) -> int:
     """Submit a batch script, and return the job ID.
 
-    The ranks run in the working directory of this process, which all nodes must share.
+    The ranks run in this process's working directory, which all nodes must share.
 
     Raises:
         ConfigError: If Slurm is not installed or rejects the job, for example for an unknown partition.
     """
     if shutil.which("sbatch") is None:
-        raise ConfigError("Slurm is not installed: sbatch was not found. Without --submit, the script is printed")
+        raise ConfigError("Slurm is not installed: sbatch was not found. To print the script instead, omit --submit")
     Path(OUTPUT).parent.mkdir(parents=True, exist_ok=True)  # without the folder, Slurm drops the output
     try:
         done = subprocess.run(

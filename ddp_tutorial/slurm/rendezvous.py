@@ -5,8 +5,8 @@ can compute it. Instead, rank 0 listens on a port that the operating system choo
 nonce to `runs/.rendezvous/CLUSTER-JOB.RESTART.STEP`. The folder has mode 0700, and the file has mode 0600. The other
 ranks wait for that file, connect, and compare the nonce, so they never use an earlier job's store.
 
-This module registers the scheme of these addresses with torch, for `init_process_group(init_method=...)`. An example is
-`slurm://n0/box-7.0.0`.
+This module registers the URL scheme `slurm` with torch. `init_process_group` then accepts addresses such as
+`slurm://n0/box-7.0.0` as its `init_method`.
 """
 
 import json
@@ -46,7 +46,7 @@ def _rendezvous(url: str, timeout: timedelta, **_: Any) -> Iterator[tuple[dist.S
         return
     store = dist.TCPStore(host, 0, is_master=True, wait_for_workers=False, timeout=timeout)
     store.set("nonce", nonce := secrets.token_hex(16))
-    # torch drops this generator, which removes the file, when all ranks have initialized the process group.
+    # When all ranks have initialized the process group, torch drops this generator, and the file is removed.
     with _published(path, {"host": host, "port": store.port, "nonce": nonce}):
         yield store, rank, size
 

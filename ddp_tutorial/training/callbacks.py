@@ -43,9 +43,9 @@ def check_callbacks(world: World, callbacks: Sequence[Callback]) -> list[Callbac
     for each in callbacks:
         if not isinstance(each, Callback):
             kind = each.__name__ if isinstance(each, type) else type(each).__name__
-            fix = f"construct it, {kind}()" if isinstance(each, type) else "subclass ddp_tutorial.Callback"
+            fix = f"pass an instance, such as {kind}()" if isinstance(each, type) else "subclass ddp_tutorial.Callback"
             problem = f"'callbacks' must contain objects of type Callback, got {kind}: {fix}"
-    advice = ": pass them on every rank, and test trainer.world.is_main in a callback that acts on one rank"
+    advice = ": pass the same callbacks on all ranks, and test trainer.world.is_main in those that act on one rank"
     require_same_names(world, "callbacks", [type(each).__name__ for each in callbacks], problem, advice)
     return list(callbacks)
 

@@ -48,7 +48,7 @@ def is_import_path(value: Any) -> bool:
 
 
 def check_class(value: Any, names: tuple[str, ...] = ()) -> Any:
-    """Return `value` if it is one of `names`, or the import path and arguments of a class. Do not import the class.
+    """Return `value` if it is one of `names`, or the import path and arguments of a class. The class is not imported.
 
     Raises:
         PydanticCustomError: If `value` is invalid.
@@ -65,7 +65,7 @@ def check_class(value: Any, names: tuple[str, ...] = ()) -> Any:
     named = "".join(f"{name!r}, " for name in names)
     raise PydanticCustomError(
         "class_setting",
-        "Input should be {named}the import path of a class and its arguments, like {example}",
+        "Input should be {named}the import path of a class and its arguments, such as {example}",
         {"named": named and f"{named}or ", "example": "{class: PATH, args: {NAME: VALUE}}"},
     )
 
@@ -86,15 +86,15 @@ class EarlyStoppingConfig(Config):
     """Settings for stopping a run when its metric stops improving; see `stopping.without_progress`."""
 
     patience: int = Field(
-        0, ge=0, description="Consecutive evaluations without improvement after which the run stops; 0 disables it."
+        0, ge=0, description="Consecutive evaluations without improvement after which the run stops; 0 means no limit."
     )
     minimum_delta: float = Field(0.0, ge=0, description="Smallest change that counts as an improvement.")
-    grace_steps: int = Field(0, ge=0, description="Steps before evaluations count.")
+    grace_steps: int = Field(0, ge=0, description="Number of initial steps whose evaluations do not count.")
     rule: str | ClassSetting | None = Field(
         None,
         examples=["mymodule.is_flat"],
-        description="Import path of a function, or of a class with callable instances and its arguments. The function "
-        "receives the metric by step, and the run stops when the function returns true.",
+        description="Import path of a function, or import path and arguments of a class with callable instances. The "
+        "function receives the metric by step, and the run stops when the function returns true.",
     )
 
     @property
@@ -136,7 +136,7 @@ class TrainConfig(Config):
     name: str = Field(
         "",
         examples=["first-run"],
-        description="Run directory under runs/; by default, the start time and a suffix.",
+        description="Name of the run directory under runs/; by default, the start time and a suffix.",
     )
     seed: int = Field(0, ge=0, lt=2**31, description="Seed of the weights, the sample order and dropout.")
     strategy: Kind = Field("ddp", description="How the ranks train one model together.")
@@ -162,7 +162,7 @@ class TrainConfig(Config):
     )
     pipeline: StagesConfig = Field(StagesConfig(), description="Stages and their schedule, for strategy pipeline.")
     precision: PrecisionConfig = Field(
-        PrecisionConfig(), description="Type of matrix products, and loss scaling for float16."
+        PrecisionConfig(), description="Data type of matrix products, and loss scaling for float16."
     )
 
     compile: CompileConfig | None = Field(
@@ -177,8 +177,8 @@ class TrainConfig(Config):
     )
     optimizer: OptimizerName | ClassSetting = Field(
         "adamw",
-        description="AdamW with betas 0.9 and 0.95, SGD with momentum 0.9, or the import path of a subclass of "
-        "`torch.optim.Optimizer` and its arguments, such as `{class: torch.optim.SGD, args: {momentum: 0.9}}`.",
+        description="`adamw` (betas 0.9 and 0.95), `sgd` (momentum 0.9), or the import path and arguments of a "
+        "subclass of `torch.optim.Optimizer`, such as `{class: torch.optim.SGD, args: {momentum: 0.9}}`.",
     )
     learning_rate: float = Field(
         3e-3, gt=0, description="Peak learning rate of the schedule, unless `optimizer.args` contains `lr`."
@@ -186,13 +186,13 @@ class TrainConfig(Config):
     scheduler: ClassSetting | None = Field(
         None,
         examples=[{"class": "torch.optim.lr_scheduler.CosineAnnealingLR", "args": {"T_max": 100}}],
-        description="The import path of a subclass of `torch.optim.lr_scheduler.LRScheduler` and its arguments. It "
+        description="Import path and arguments of a subclass of `torch.optim.lr_scheduler.LRScheduler`. This class "
         "replaces `warmup_steps`, `schedule`, `schedule_steps` and `final_lr_fraction`.",
     )
     warmup_steps: int = Field(20, ge=0, description="Steps in which the learning rate rises linearly from zero.")
     schedule: Literal["cosine", "linear", "constant", "none"] = Field(
         "cosine",
-        description="Shape of the decay after the warm-up; `none` keeps the learning rate, without a warm-up.",
+        description="Shape of the decay after the warm-up; `none` keeps the learning rate constant, without a warm-up.",
     )
     schedule_steps: int | None = Field(
         None, ge=1, examples=[200], description="Length of the schedule in steps; by default, `steps`."
@@ -201,13 +201,13 @@ class TrainConfig(Config):
     weight_decay: float = Field(
         0.1,
         ge=0,
-        description="Weight decay of matrices for `adamw` and `sgd`; biases and norms have none.",
+        description="Weight decay of matrices for `adamw` and `sgd`; biases and norms are not decayed.",
     )
     clip: float | None = Field(1.0, gt=0, description="Maximum norm of the gradient; `null` disables clipping.")
     oom_skips: int = Field(
         0,
         ge=0,
-        description="Maximum consecutive batches that all ranks skip if one runs out of memory in the forward pass.",
+        description="Maximum number of consecutive batches to skip if a rank runs out of memory in the forward pass.",
     )
 
     checkpoint: CheckpointConfig = Field(
@@ -244,7 +244,7 @@ class TrainConfig(Config):
     run_test: bool | None = Field(
         None,
         examples=[False],
-        description="Evaluate the `test_data` of `Trainer` after the last step; by default, if it is passed.",
+        description="Evaluate the `test_data` of `Trainer` after the last step; by default, only if it is passed.",
     )
     target_loss: float | None = Field(
         None, examples=[2.0], description="Stop as soon as the validation loss is at most this value."
@@ -262,13 +262,13 @@ class TrainConfig(Config):
         True, description="Only you can read the run directory; if false, its permissions follow the umask."
     )
     memory_limit_mb: float = Field(
-        0, ge=0, description="Log a warning if a rank uses more memory than this; 0 disables it."
+        0, ge=0, description="Memory in MB above which a rank logs a warning; 0 disables the warning."
     )
     gpu_memory_limit_mb: float = Field(
-        0, ge=0, description="Log a warning if PyTorch reserves more memory than this on a GPU; 0 disables it."
+        0, ge=0, description="Reserved GPU memory in MB above which a rank logs a warning; 0 disables the warning."
     )
     empty_cache_every: int = Field(
-        0, ge=0, description="Steps after which a GPU's unused reserved memory is freed; 0 keeps it for later tensors."
+        0, ge=0, description="Steps between calls to `torch.cuda.empty_cache`; 0 keeps unused GPU memory reserved."
     )
     profile: ProfileConfig = Field(ProfileConfig(), description="Steps that PyTorch's profiler records on every rank.")
 
@@ -297,8 +297,8 @@ class TrainConfig(Config):
     def _options_belong_to_the_strategy(self) -> "TrainConfig":
         if self.strategy == "invariant" and self.accumulation != 1:
             raise ValueError(
-                f"'accumulation' must be 1 for strategy invariant, got {self.accumulation}; set 'micro_batches', the "
-                "number of micro-batches over all ranks"
+                f"'accumulation' must be 1 for strategy invariant, got {self.accumulation}; set 'micro_batches' (the "
+                "number of micro-batches over all ranks) instead"
             )
         default = StagesConfig()
         of_pipeline = [
@@ -384,7 +384,7 @@ _CLASS: Any = Field(
     None,
     examples=["mymodule.MyModel"],
     description="Import path of a subclass of `torch.nn.Module` to train instead of the GPT, on samples of `context` "
-    "tokens. The other settings of `model` are those of the GPT.",
+    "tokens. The other settings of `model`, except `args`, apply only to the GPT.",
 )
 # Created by a function, because `class` is a keyword and cannot be written as the name of a field.
 _FIELDS: Any = {"class": (str | None, _CLASS)}
@@ -449,13 +449,13 @@ class TaskConfig(TrainConfig):
         description="Data to train on: python, stories, text:, json:, parquet: or bin:PATH, or hub:OWNER/NAME.",
     )
     tokenizer: str = Field(
-        "bytes", description="`bytes`, or the path of a tokenizer.json of Hugging Face; set `model.vocab` to its size."
+        "bytes", description="`bytes`, or the path of a Hugging Face tokenizer.json; set `model.vocab` to its size."
     )
     model: ModelConfig = Field(ModelConfig(), description="Size of the GPT that task gpt trains.")
     loss: str | ClassSetting | None = Field(
         None,
         examples=["mymodule.my_loss"],
-        description="Import path of a loss function, or of a class with callable instances and its arguments, "
+        description="Import path of a loss function, or import path and arguments of a class with callable instances, "
         "`{class: mymodule.MyLoss, args: {...}}`; by default, the loss of the task.",
     )
     source: SourceConfig = Field(SourceConfig(), description="How samples are read and distributed.")
@@ -464,16 +464,16 @@ class TaskConfig(TrainConfig):
         None,
         ge=1,
         examples=[8],
-        description="Samples in one forward pass on one rank, instead of `batch_size`. A step has this number of "
-        "samples, times the micro-batches of each rank, times the number of ranks.",
+        description="Samples in one forward pass on one rank, instead of `batch_size`. A step contains this number "
+        "of samples, times the micro-batches per rank, times the number of ranks.",
     )
     learning_rate_rule: Literal["fixed", "linear", "sqrt"] = Field(
         "fixed", description="How the learning rate scales with `batch_size`."
     )
     learning_rate_batch: int = Field(16, ge=1, description="The `batch_size` for which `learning_rate` was chosen.")
-    nprocs: int = Field(2, ge=1, description="Ranks to start; ignored if torchrun or srun started them.")
+    nprocs: int = Field(2, ge=1, description="Number of ranks to start; ignored if torchrun or srun started the ranks.")
     device: Literal["auto", "cpu", "cuda"] = Field(
-        "auto", description="Device of the ranks; `auto` uses GPUs if there is one for each rank."
+        "auto", description="Device of the ranks; `auto` uses GPUs if there is a GPU for each rank."
     )
     backend: Literal["auto", "gloo", "nccl"] = Field(
         "auto", description="Backend of the process group; `auto` uses NCCL between GPUs, otherwise gloo."

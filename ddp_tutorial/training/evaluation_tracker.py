@@ -49,7 +49,7 @@ class EvaluationTracker:
     def add(self, step: int, means: Mapping[str, float], model: nn.Module) -> str:
         """Add an evaluation, save `model` if the evaluation is the best, and return the reason to stop, or ""."""
         self.evaluations[step] = dict(means)
-        best = self.step  # computed on every rank, so that all ranks raise if the metric is wrong
+        best = self.step  # computed on every rank, so that all ranks raise an error if the metric is wrong
         if self.config.best_model and self.world.is_main and best == step:
             save_model(model, self.run.best / checkpoint_name(step))
             for old in (kept for kept in self.saved_steps() if kept != step):

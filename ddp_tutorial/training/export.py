@@ -40,8 +40,8 @@ def _without_imports(config: TaskConfig, run: str | Path) -> TaskConfig:
     imported = config.model.imported["class"] if config.model.imported else config.task
     if config.model.imported or is_import_path(config.task):
         raise ConfigError(
-            f"{run} was trained with the model of {imported}, which is not imported when a run is loaded. Construct "
-            "the model and pass it to ddp_tutorial.load"
+            f"{run} was trained with the model of {imported}, but loading a run never imports code. Construct the "
+            "model and pass it to ddp_tutorial.load"
         )
     return config
 
@@ -128,7 +128,7 @@ def sample(
     if config.has_tokens and config.tokenizer == BYTES:
         raise ConfigError(
             f"{run} was trained on {config.corpus!r} without a tokenizer, so its tokens cannot be decoded; train "
-            "with tokenizer=PATH, the tokenizer.json that produced the tokens"
+            "with tokenizer=PATH, where PATH is the tokenizer.json that produced the tokens"
         )
     tokenizer = load_tokenizer(config.tokenizer)
     generated = model.generate(tokenizer.encode(prompt), length, temperature=temperature, seed=seed)
@@ -136,7 +136,7 @@ def sample(
 
 
 def export(run: str | Path, folder: Path, *, best: bool = False) -> None:
-    """Write a run's model to a new `folder`, as safetensors and JSON. `GPT.from_pretrained(folder)` loads it.
+    """Write a run's model to a new `folder`, as safetensors and JSON. `GPT.from_pretrained(folder)` loads the model.
 
     The file `training.json` in `folder` contains the run's settings.
 

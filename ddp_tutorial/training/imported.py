@@ -17,8 +17,8 @@ def import_object(name: str, path: str, is_known: Callable[[Any], bool]) -> Any:
     Args:
         name: The setting that contains the path, for the error message.
         path: The module and the name of the object, such as `"torch.optim.SGD"`.
-        is_known: A function that returns whether the error message about a missing object may suggest this object
-            instead.
+        is_known: A predicate for the module's objects. If the named object is missing, the error message suggests only
+            objects for which `is_known` returns true.
 
     Raises:
         ConfigError: If the module cannot be imported, or if it does not contain the object.

@@ -44,7 +44,7 @@ def check_metrics(world: World, metrics: Mapping[str, MakeMetric] | None) -> dic
             problem = (
                 f"'metrics' must contain classes or functions that construct a metric, got an object of type {kind} "
             )
-            problem += f"as {name!r}: pass the class, {{{name!r}: {kind}}}"
+            problem += f"as {name!r}: pass the class, as in {{{name!r}: {kind}}}"
     require_same_names(world, "metrics", list(metrics), problem)
     return metrics
 

@@ -105,9 +105,9 @@ def resolve_optimizer(optimizer: OptimizerLike, model: nn.Module) -> Optimizer:
     if isinstance(optimizer, Optimizer):
         return optimizer
     if isinstance(optimizer, (list, tuple)):
-        fix = "use one optimizer with several parameter groups, torch.optim.SGD([{'params': ..., 'lr': ...}, ...])"
+        fix = "use one optimizer with several parameter groups, like torch.optim.SGD([{'params': ..., 'lr': ...}, ...])"
     else:
-        fix = "construct it, torch.optim.SGD(model.parameters(), lr=0.1), or pass a function that constructs it"
+        fix = "construct it, as in torch.optim.SGD(model.parameters(), lr=0.1), or pass a function that constructs it"
     raise ConfigError(
         "'optimizer' must be an Optimizer or a function that takes the model and returns an Optimizer, "
         f"{_got(optimizer)}: {fix}"

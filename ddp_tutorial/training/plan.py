@@ -30,7 +30,7 @@ OPTIMIZER_BYTES = {"adamw": 8, "sgd": 4}  # per parameter, for two float32 movin
 
 
 def plan(config: TaskConfig, layers: Iterable[Layer], environ: Mapping[str, str] = os.environ) -> dict[str, Any]:
-    """Return a run's plan, including its settings and their origins, memory, communication and directory.
+    """Return a run's plan: the settings with their origins, the memory, the communication and the directory.
 
     Args:
         config: The config of the run.

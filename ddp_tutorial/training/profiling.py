@@ -45,7 +45,7 @@ class StepProfiler:
         self._watching = ExitStack()
 
     def before(self, step: int) -> None:
-        """Start profiling if `step` is the first step to profile. A run resumed at a later step does not profile."""
+        """Start profiling if `step` is the first step to profile. A run resumed at a later step is not profiled."""
         if step != self.first or self.first > self.last:
             return
         activities = [ProfilerActivity.CPU]
@@ -76,7 +76,7 @@ class StepProfiler:
         timeline = gather(self.world, recorder)
         if self.world.is_main:
             timeline.save_trace(self.run.timeline)
-            LOG.info("steps %d to %d in %s", self.first, self.last, self.run.profile)
+            LOG.info("wrote the profile of steps %d to %d to %s", self.first, self.last, self.run.profile)
 
     def __enter__(self) -> "StepProfiler":
         """Return the profiler itself."""

@@ -20,7 +20,7 @@ CHECK_EVERY = 0.01  # seconds between checks for a request; a check takes about 
 
 
 class StopRequests:
-    """A collection of stop requests from all ranks, which act on a request after the same step.
+    """The stop requests of all ranks. All ranks act on a request after the same step.
 
     In every step, each rank sends a stop flag. The flags are summed in the all-reduce of the loss (see
     `accumulation.loss.StepLoss.reduce`), so no additional all-reduce is required. In local SGD, the ranks agree in
@@ -45,7 +45,7 @@ class StopRequests:
 
         Returns:
             4 if this rank has received a signal. Otherwise, rank 0 returns 1 if the run folder contains a request to
-            stop, and 2 if it contains a request to save and stop. In all other cases, 0.
+            stop, and 2 if it contains a request to save and stop. In all other cases, the flag is 0.
         """
         if self.signalled:
             return _SIGNAL

@@ -46,14 +46,14 @@ from ddp_tutorial.world import World, choose_device
 
 @dataclass(frozen=True)
 class Task:
-    """Functions that build a model, samples and a loss. All ranks call them, and rank 0 calls `samples` first."""
+    """Functions that build a model, samples and a loss. All ranks call the functions; rank 0 calls `samples` first."""
 
     model: Callable[[TaskConfig], nn.Module]
     samples: Callable[[TaskConfig], tuple[Data, Data]]  # training samples, validation samples
     loss: Loss
     unit: str  # the unit of the loss's count
     units_per_sample: Callable[[TaskConfig], int]
-    batch_like: Callable[[TaskConfig, int], Any]  # returns a batch with that number of samples, to estimate memory
+    batch_like: Callable[[TaskConfig, int], Any]  # returns a batch with the given number of samples, to estimate memory
 
 
 def _gpt(config: TaskConfig) -> nn.Module:
@@ -116,7 +116,7 @@ def is_readable(config: TaskConfig) -> bool:
 
 
 def task_of(config: TaskConfig) -> Task:
-    """Return the task that `config` specifies by name or import path. Raise `ConfigError` if it does not exist."""
+    """Return the task that `config` specifies by name or import path. Raise `ConfigError` if there is no such task."""
     if config.task in TASKS:
         return TASKS[config.task]
     if not is_import_path(config.task):
@@ -144,7 +144,7 @@ def samples_of(config: TaskConfig, world: World) -> tuple[Data, Data]:
         train, validation = task_of(config).samples(config)
     if len(train) < config.batch_size or not len(validation):
         raise ConfigError(
-            f"corpus {config.corpus!r} has {len(train)} training samples of {config.model.context} tokens and "
+            f"corpus {config.corpus!r} contains {len(train)} training samples of {config.model.context} tokens and "
             f"{len(validation)} validation samples, too few for one batch of {config.batch_size} and one evaluation. "
             "Use more text, a smaller batch_size or a smaller model.context."
         )
@@ -164,8 +164,8 @@ def check_start(config: TaskConfig, ranks: int) -> tuple[TaskConfig, float | Non
     If the corpus must first be downloaded or converted, the samples and the checkpoint to resume from are not checked.
 
     Returns:
-        The config with the `steps` and the `batch_size` that training would use, and the number of steps per epoch. The
-        latter is None if the number is unknown.
+        The config with the `steps` and the `batch_size` that training would use, and the number of steps per epoch, or
+        None if this number is unknown.
 
     Raises:
         ConfigError: If training would raise a `ConfigError`, or if a setting is in epochs but the corpus is not

@@ -310,14 +310,14 @@ class Trainer:
         return {name: Component(part, cast("Shared", shared)) for name, (part, shared) in parts.items()}
 
     def components(self) -> dict[str, Component]:
-        """Return the checkpoint components, which contain all state that a bitwise identical resumed run requires."""
+        """Return the checkpoint components, which contain all state that is required to resume bitwise identically."""
         return self.step_components() | {
             "progress": Component(FunctionState(self.progress, self.set_progress)),
             "rng": Component(RandomState(self.world.device, self.reseed), "per_rank"),
         }
 
     def reseed(self, step: int) -> None:
-        """Seed this rank's generators from the seed, the rank and `step`, after the number of ranks has changed."""
+        """Seed this rank's generators from the run's seed, the rank and `step` if the number of ranks has changed."""
         reseed(self.config.seed, self.world.rank, step, device=self.world.device)
 
     def progress(self) -> dict[str, Any]:
@@ -404,7 +404,7 @@ class Trainer:
         return means
 
     def finish(self) -> TrainResult:
-        """Check that all ranks hold the same weights, and write the model and then the result on rank 0.
+        """Check that all ranks hold the same weights. Then write the model and the result, in this order, on rank 0.
 
         Collective. No rank returns before rank 0 has written the files. If rank 0 cannot write them, all ranks raise
         rank 0's error.
@@ -436,10 +436,10 @@ class Trainer:
             )
             used = self.record.usage.gather_totals()
             if used["straggler"]:
-                LOG.debug("the other ranks waited for rank %(rank)d, in %(phase)s: %(seconds).1f s", used["straggler"])
+                LOG.debug("the other ranks waited %(seconds).1f s for rank %(rank)d, in %(phase)s", used["straggler"])
 
             if used["imbalance"] and self.world.is_main:
-                message = "rank %(rank)d needs %(mb).0f MB of memory, the other ranks %(others_mb).0f MB (%(kind)s)"
+                message = "rank %(rank)d uses %(mb).0f MB of memory; the other ranks use %(others_mb).0f MB (%(kind)s)"
                 LOG.info(message, used["imbalance"])
 
             def write() -> None:

@@ -44,7 +44,7 @@ def is_elementwise(optimizer: torch.optim.Optimizer) -> bool:
 
 
 def _stepped(optimizer: torch.optim.Optimizer, tensors: torch.Tensor) -> torch.Tensor:
-    """Return the weights after `_STEPS` steps of a copy of `optimizer`, one flat row for each parameter group."""
+    """Return the weights after `_STEPS` steps of a copy of `optimizer`, as one flat row per parameter group."""
     copy, parameters = _copy(optimizer, tensors[0])
     for gradient in tensors[1:]:
         for parameter in parameters:

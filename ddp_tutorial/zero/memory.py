@@ -72,8 +72,8 @@ def bytes_sent(strategy: str, parameters: int, ranks: int, micro_batches: int = 
     strategy that shards the gradients reduces them in each micro-batch. A strategy that shards the weights also gathers
     them twice in each micro-batch. With several replicas (HSDP), each reduction is followed by an all-reduce of the
     rank's shard across the replicas. Gradients that are not sharded are all-reduced over all ranks at once. The
-    strategy "invariant" sends all sums in each of log2 W rounds. On gloo, "fsdp" sends more, because PyTorch implements
-    reduce-scatter as all-reduce.
+    strategy "invariant" sends all partial sums in each of log2 W rounds. On gloo, "fsdp" sends more, because PyTorch
+    implements reduce-scatter as all-reduce.
 
     Args:
         strategy: Name of the strategy, which must be a key of `DIVIDED`.

@@ -88,7 +88,7 @@ class Unit:
         self.wholes = [torch.empty(p.shape, dtype=self.dtype, device=shards.device) for p in self.parameters]
         self.trained = {name: parameter for name, parameter in named.items() if parameter.requires_grad}
         self.reduction = Reduction(self.trained, master, shards)
-        self.reductions: Reductions  # of the model, set by the model
+        self.reductions: Reductions  # the reductions of the model, which sets this attribute
         self._nodes: dict[str, Node] = {}
         self._awaited = 0  # number of gradients that have not arrived since the last gather
         self.number = 0  # identifies the unit within its model, the same on all ranks
@@ -126,7 +126,7 @@ class Unit:
         if self.is_whole:
             return
         self.start()
-        assert self._coming is not None, "it has just been started"
+        assert self._coming is not None, "start() sets self._coming"
         (rows, work), self._coming = self._coming, None
         if work is not None:
             work.wait()
@@ -142,7 +142,7 @@ class Unit:
             self._follow_gradients()
 
     def _follow_gradients(self) -> None:
-        """Register a hook for each parameter that calls `_arrive` when the gradient is final.
+        """For each parameter, register a hook that calls `_arrive` when the gradient is final.
 
         The parameter's own hooks may change the gradient, so this hook is registered on the autograd node that
         accumulates the gradient. Autograd creates a new node when the parameter's dtype changes, and the parameter does
@@ -212,8 +212,8 @@ class Unit:
 class ShardedModel:
     """A wrapper that shards every parameter of `module` over the ranks. The constructor is collective.
 
-    The constructor checks that all ranks have the same model, and shards rank 0's weights. Call `module` as before, on
-    all ranks: its forward pass gathers parameters, which is collective.
+    The constructor checks that all ranks have the same model, and shards rank 0's weights. Call `module` as before, but
+    on all ranks, because its forward pass gathers parameters.
 
     Every rank participates in the gather of every unit, in the order of rank 0's first forward pass. Ranks may
     therefore use different units, as in a mixture of experts. A unit that is used again, or out of order, is gathered
@@ -232,7 +232,7 @@ class ShardedModel:
             replica. The default is a single replica.
 
     Raises:
-        ConfigError: If the model is already sharded, or a parameter has a gradient.
+        ConfigError: If the model is already sharded, a parameter has a gradient, or the dtypes in a unit differ.
     """
 
     def __init__(

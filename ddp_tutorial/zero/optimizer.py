@@ -43,8 +43,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
     """An optimizer wrapper in which each rank updates only its own parameters. The constructor is collective.
 
     `param_groups` contains the groups of all parameters, for schedulers and clipping. You can add groups later.
-    Parameters are assigned from the largest to the smallest, each to the rank with the fewest elements. No rank
-    therefore owns more than 1/W of all elements plus one parameter. The result is bitwise identical to that of the
+    Parameters are assigned from the largest to the smallest, each to the rank with the fewest elements. Therefore,
+    no rank owns more than 1/W of all elements plus one parameter. The result is bitwise identical to that of the
     unsharded optimizer.
 
     Args:

@@ -51,7 +51,7 @@ class Reduction:
 
     @property
     def has_late(self) -> bool:
-        """Whether a parameter received a second gradient before `wait`, when the rows may already have been sent."""
+        """Whether a parameter received a second gradient before `wait`. By then, the rows may have been sent."""
         return bool(self._late)
 
     def put(self, index: int, gradient: torch.Tensor) -> None:
@@ -83,7 +83,7 @@ class Reduction:
         rows = self._zeros()
         if self.shards.size == 1:
             self._row = rows[0]
-        elif self.shards.world.backend == "gloo":  # implements reduce-scatter as all-reduce, with twice the bytes
+        elif self.shards.world.backend == "gloo":  # its reduce-scatter is an all-reduce, which sends twice the bytes
             self._row = torch.empty_like(rows)
             flat = self._row.view(-1), rows.view(-1)
             self._work = dist.all_to_all_single(*flat, group=self.shards.inside, async_op=True)
@@ -111,7 +111,7 @@ class Reduction:
 
     def _arrive(self) -> None:
         """Wait for the sum within this replica."""
-        assert self._row is not None, "it was not started"
+        assert self._row is not None, "the reduction was not started"
         if self._work is not None:
             self._work.wait()
             self._work = None
@@ -124,7 +124,7 @@ class Reduction:
         self._arrive()
         if self._crossing is not None:
             self._crossing.wait()
-        assert self._row is not None, "it has just arrived"
+        assert self._row is not None, "_arrive() sets self._row"
         self._kept = self._row if self._kept is None else self._kept.add_(self._row)
         self.used |= self._packed
         self._begin()
@@ -140,7 +140,7 @@ class Reduction:
 
     def take(self) -> list[torch.Tensor]:
         """Return this rank's shards of the summed gradients, in the order of the parameters."""
-        assert self._kept is not None, "take comes after wait"
+        assert self._kept is not None, "wait() must run before take()"
         row, self._kept = self._kept, None
         self.used.clear()
         return self.layout.pieces(row, self.shards.rank)
@@ -166,7 +166,7 @@ class Reductions:
         Autograd calls this method as soon as the gradient is complete.
         """
         check_dense(reduction.names[index], parameter.grad)
-        assert parameter.grad is not None, "autograd has just added to it"
+        assert parameter.grad is not None, "autograd has just accumulated the gradient"
         if not self._is_open:
             self._is_open = True
             after_backward(self._close)

@@ -54,7 +54,7 @@ class Zero1Strategy(DDPStrategy):
 
     def checkpoint_components(self, optimizer: torch.optim.Optimizer) -> dict[str, Part]:
         """Return the components of a checkpoint, with the optimizer state sharded by parameter."""
-        assert isinstance(optimizer, ShardedOptimizer), "it is the one that setup_optimizer has returned"
+        assert isinstance(optimizer, ShardedOptimizer), "setup_optimizer() returns a ShardedOptimizer"
         rank = optimizer.shards.rank
         mine = {name: p for name, p in self.module.named_parameters() if optimizer.owner.get(p) == rank}
         components = super().checkpoint_components(optimizer) | {

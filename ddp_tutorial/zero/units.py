@@ -14,14 +14,14 @@ def units_of(model: nn.Module) -> dict[str, nn.Module]:
     uses = Counter(id(p) for _, p in model.named_parameters(remove_duplicate=False))
     units: dict[str, nn.Module] = {}
 
-    def look(module: nn.Module, prefix: str) -> None:
+    def visit(module: nn.Module, prefix: str) -> None:
         for name, child in module.named_children():
             inside = Counter(id(p) for _, p in child.named_parameters(remove_duplicate=False))
             is_own = inside and all(uses[each] == count for each, count in inside.items())
             if isinstance(module, (nn.ModuleList, nn.Sequential)) and is_own:
                 units[prefix + name] = child
             else:
-                look(child, f"{prefix}{name}.")
+                visit(child, f"{prefix}{name}.")
 
-    look(model, "")
+    visit(model, "")
     return units | {"": model}

@@ -28,7 +28,7 @@ def script(number: str) -> str:
         number: The number of its notebook, such as "07".
 
     Raises:
-        ValueError: There is no such stage, or a patch does not fit the stage before it.
+        ValueError: If there is no such stage, or if a patch does not apply to the previous stage.
     """
     numbers = [name[:2] for name in stages()]
     if number not in numbers:
@@ -71,7 +71,7 @@ class Diff:
 
 
 def write_stage(number: str) -> Diff:
-    """Write the script of a stage to `runs/NUMBER/train.py`, and return the difference from the stage before."""
+    """Write the script of a stage to `runs/NUMBER/train.py`, and return the difference from the previous stage."""
     text, names = script(number), [name[:2] for name in stages()]
     path = Path("runs") / number / "train.py"
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -80,7 +80,7 @@ def write_stage(number: str) -> Diff:
 
 
 def store_stage(name: str, path: Path) -> None:
-    """Store the script at `path` as the stage of the notebook `name`, as a patch of the stage before."""
+    """Store the script at `path` as a patch from the previous stage to the stage of the notebook `name`."""
     before = script(max(other for other in stages() if other < name)[:2])
     after = Path(path).read_text(encoding="utf-8")
     for context in range(3, 30):  # enough lines to find each hunk
@@ -91,4 +91,4 @@ def store_stage(name: str, path: Path) -> None:
                 return
         except ValueError:
             continue
-    raise ValueError(f"{name}: its hunks do not occur exactly once in the stage before")
+    raise ValueError(f"{name}: each hunk must occur exactly once in the previous stage")
