@@ -9,20 +9,23 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
-from functools import cache, partial
+from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import psutil
 import pyarrow.parquet
 import pytest
 import torch
+import torch.distributed as dist
 from torch.optim.lr_scheduler import OneCycleLR
 
 from ddp_tutorial import TrainConfig, Trainer, TrainResult, World, launch, synchronize_batch_norm
 from ddp_tutorial.config import ConfigError, from_arguments
-from ddp_tutorial.examples import digits
+from ddp_tutorial.examples import digits, plain
 from ddp_tutorial.runs.folder import load_run
 from ddp_tutorial.sharding import GlobalBatchSampler, Permutation, ShardedSource, as_samples
 from ranks import TORCHRUN
@@ -200,40 +203,46 @@ def train_like_plain(world: World, accumulation: int) -> tuple[list[float], dict
 
 
 def train_both_ways(world: World) -> list[tuple[list[float], dict[str, torch.Tensor]]]:
-    return [train_like_plain(world, accumulation) for accumulation in (1, 2)]
+    """Return the results of this package. `plain` saves its own results."""
+    found = [train_like_plain(world, accumulation) for accumulation in (1, 2)]
+    with ExitStack() as stack:
+        if world.size == 1:  # as without torchrun, `plain` initializes the group
+            for name in ("RANK", "TORCHELASTIC_USE_AGENT_STORE"):
+                del os.environ[name]
+        else:  # launch has initialized the group
+            stack.enter_context(mock.patch.object(dist, "init_process_group"))
+            stack.enter_context(mock.patch.object(dist, "destroy_process_group"))
+        for accumulation in (1, 2):
+            plain.main(f"plain-{world.size}-{accumulation}.pt", PLAIN_STEPS, accumulation)
+    return found
 
 
 @pytest.fixture(scope="module")
-def plain(folder: Path) -> Callable[[int, int], Path]:
-    """Returns the checkpoint of an uninterrupted run of `plain`, given its number of ranks and its accumulation."""
-
-    @cache
-    def run(nprocs: int, accumulate: int) -> Path:
-        path = folder / f"plain-{nprocs}-{accumulate}.pt"
-        options = [f"checkpoint={path}", f"steps={PLAIN_STEPS}", f"accumulate={accumulate}"]
-        finished(*(TORCHRUN if nprocs > 1 else [sys.executable]), "-m", "ddp_tutorial.examples.plain", *options)
-        return path
-
-    return run
+def both_ways(folder: Path) -> dict[int, list[list[tuple[list[float], dict[str, torch.Tensor]]]]]:
+    """The results of `train_both_ways` on each rank, for one process and two ranks."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        return {nprocs: launch(train_both_ways, nprocs, threads=1, echo=False, timeout=300) for nprocs in (1, 2)}
 
 
 @pytest.mark.parametrize("nprocs", [1, 2])
 def test_plain_torch_and_the_package_give_bitwise_identical_weights(
-    nprocs: int, plain: Callable[[int, int], Path]
+    nprocs: int, both_ways: dict[int, list[list[tuple[list[float], dict[str, torch.Tensor]]]]]
 ) -> None:
     """Sums over samples are divided by 64, a power of two, so the order of division does not affect rounding, and the
     sum of two ranks has one order. Therefore, no tolerance is needed.
     """
-    for results in launch(train_both_ways, nprocs, threads=1, echo=False, timeout=300):
+    for results in both_ways[nprocs]:
         for accumulate, (losses, weights) in zip((1, 2), results, strict=True):
-            plain_losses, plain_weights, *_ = torch.load(plain(nprocs, accumulate))
+            plain_losses, plain_weights, *_ = torch.load(f"plain-{nprocs}-{accumulate}.pt")
             assert apart(losses, plain_losses, PLAIN_STEPS) < 1e-6  # summed in double precision there, but not here
             compared = [name for name in weights if not name.endswith("num_batches_tracked")]
             assert compared == [name for name in plain_weights if not name.endswith("num_batches_tracked")]
             assert [name for name in compared if not torch.equal(weights[name], plain_weights[name])] == []
 
 
-def test_plain_torch_resumes_bitwise_identically(plain: Callable[[int, int], Path]) -> None:
+@pytest.mark.usefixtures("both_ways")
+def test_plain_torch_resumes_bitwise_identically() -> None:
     command = [*TORCHRUN, "-m", "ddp_tutorial.examples.plain", f"steps={PLAIN_STEPS}"]
     path, moment = Path("killed.pt"), random.uniform(0, 0.05)
 
@@ -249,7 +258,7 @@ def test_plain_torch_resumes_bitwise_identically(plain: Callable[[int, int], Pat
             break
     assert len(torch.load(path)[0]) == 20, f"killed {moment:.3f} s after the first checkpoint"
     assert "validation accuracy" in finished(*command, "checkpoint=killed.pt")
-    (losses, weights, *_), (losses_again, weights_again, *_) = torch.load(plain(2, 1)), torch.load(path)
+    (losses, weights, *_), (losses_again, weights_again, *_) = torch.load("plain-2-1.pt"), torch.load(path)
     assert losses == losses_again
     assert all(torch.equal(weights[name], weights_again[name]) for name in weights)
 
@@ -257,36 +266,50 @@ def test_plain_torch_resumes_bitwise_identically(plain: Callable[[int, int], Pat
 # --------------------------------------------------------------------------------------------------------- finetune
 
 
-def finetune_in_several_ways(world: World, ways: dict[str, list[str]]) -> dict[str, TrainResult]:
+FEW = ["eval_samples=19", "eval_every=6"]
+RESUMED = [*FEW, "schedule_steps=6", "checkpoint.every=3"]
+SPLIT: list[tuple[str, list[str]]] = [
+    (f"split-{parts}", ["steps=6", f"accumulation={parts}", *FEW]) for parts in (1, 2)
+]
+RESUMES: list[tuple[str, list[str]]] = [
+    ("whole", ["steps=6", *RESUMED]),
+    ("cut", ["steps=3", *RESUMED]),
+    ("cut", ["steps=6", "resume=auto", "resume_allow=[steps]", *RESUMED]),
+]
+
+
+def finetune_in_several_ways(world: World, ways: list[tuple[str, list[str]]]) -> list[TrainResult]:
     from ddp_tutorial.examples import finetune
 
-    return {
-        name: finetune.main(world, from_arguments(finetune.Options, [f"name={name}", *QUIET, *arguments]))
-        for name, arguments in ways.items()
-    }
+    return [
+        finetune.main(world, from_arguments(finetune.Options, [f"name={name}-{world.size}", *QUIET, *arguments]))
+        for name, arguments in ways
+    ]
 
 
-def test_ragged_texts_give_the_same_losses_for_any_distribution() -> None:
+@pytest.fixture(scope="module")
+def finetuned(folder: Path) -> dict[int, list[list[TrainResult]]]:
+    """The results of each rank, for one process and two ranks."""
     pytest.importorskip("transformers")
-    few = ["steps=6", "eval_samples=19", "eval_every=6"]
-    losses, validation = [], []
-    for nprocs in (1, 2):
-        ways = {f"{nprocs}-{parts}": [*few, f"accumulation={parts}"] for parts in (1, 2)}
-        ranks = launch(finetune_in_several_ways, nprocs, ways, threads=1, echo=False, timeout=300)
-        assert all(each[name].weights == ranks[0][name].weights for each in ranks for name in ways)
-        losses += [result.losses for result in ranks[0].values()]
-        validation += [result.eval_losses[6] for result in ranks[0].values()]
-    assert all(apart(losses[0], other, 6) < 1e-5 for other in losses[1:])
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        return {
+            nprocs: launch(finetune_in_several_ways, nprocs, ways, threads=1, echo=False, timeout=300)
+            for nprocs, ways in ((1, SPLIT), (2, SPLIT + RESUMES))
+        }
+
+
+def test_ragged_texts_give_the_same_losses_for_any_distribution(finetuned: dict[int, list[list[TrainResult]]]) -> None:
+    for rank in finetuned[2]:
+        assert [each.weights for each in rank] == [each.weights for each in finetuned[2][0]]
+    results = [*finetuned[1][0], *finetuned[2][0][: len(SPLIT)]]
+    assert all(apart(results[0].losses, other.losses, 6) < 1e-5 for other in results[1:])
+    validation = [each.eval_losses[6] for each in results]
     assert max(validation) - min(validation) < 1e-5
 
 
-def test_finetune_resumes_bitwise_identically() -> None:
-    pytest.importorskip("transformers")
-    few = ["schedule_steps=6", "eval_samples=8", "checkpoint.every=3"]
-    whole = launch(finetune_in_several_ways, 2, {"whole": ["steps=6", *few]}, threads=1, echo=False, timeout=300)
-    launch(finetune_in_several_ways, 2, {"cut": ["steps=3", *few]}, threads=1, echo=False, timeout=300)
-    again = ["steps=6", "resume=auto", "resume_allow=[steps]", *few]
-    cut = launch(finetune_in_several_ways, 2, {"cut": again}, threads=1, echo=False, timeout=300)
-    for rank in range(2):
-        assert cut[rank]["cut"].losses == whole[rank]["whole"].losses
-        assert cut[rank]["cut"].weights == whole[rank]["whole"].weights
+def test_finetune_resumes_bitwise_identically(finetuned: dict[int, list[list[TrainResult]]]) -> None:
+    for rank in finetuned[2]:
+        whole, cut, resumed = rank[len(SPLIT) :]
+        assert (len(cut.losses), len(resumed.losses)) == (3, 6)
+        assert (resumed.losses, resumed.weights) == (whole.losses, whole.weights)
