@@ -124,8 +124,7 @@ def test_four_ranks_return_instances_of_a_class_of_the_caller():
     assert [result.x for result in results] == [1111, 1112, 1113, 1114]
 
 
-@pytest.mark.spawned
-def test_a_single_spawned_rank_is_a_process_without_a_group():
+def test_a_single_rank_is_a_process_without_a_group():
     def alone(world):
         loss = (torch.ones(2, requires_grad=True) * 2).sum()
         return world.rank, world.size, os.getpid(), dist.is_initialized(), torch.get_num_threads(), loss
@@ -163,7 +162,6 @@ def test_large_arguments_and_results_are_unchanged():
     assert torch.equal(results[1], sent + 1)
 
 
-@pytest.mark.spawned
 def test_launches_leave_no_file_descriptor_open():
     def work(world, fail):
         if fail:
@@ -480,7 +478,6 @@ def test_an_early_return_is_reported_with_advice_about_collectives():
     assert "Every rank must enter every collective" in str(caught.value)
 
 
-@pytest.mark.spawned
 def test_the_timeout_starts_when_all_ranks_have_started(monkeypatch):
     left, listen = [], _Ranks._listen_until
 
@@ -570,7 +567,6 @@ def start_a_program_and_fork(world):
         ("hangs", "did not finish within 8 s"),
         ("raises", "raised ValueError: on purpose"),
         ("is killed", "was killed by SIGKILL"),
-        ("exits", "exited with code 3"),
     ],
 )
 def test_processes_started_by_a_rank_are_killed_with_it(how, reason):
@@ -586,8 +582,6 @@ def test_processes_started_by_a_rank_are_killed_with_it(how, reason):
             raise ValueError("on purpose")
         if world.rank == 1 and how == "is killed":
             os.kill(os.getpid(), signal.SIGKILL)
-        if world.rank == 1 and how == "exits":
-            os._exit(3)
         time.sleep(1000)
 
     console = RecordingConsole()
