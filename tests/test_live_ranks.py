@@ -3,25 +3,28 @@
 import array
 import ast
 import fcntl
+import io
 import json
 import math
 import os
 import random
 import re
+import runpy
 import shlex
 import signal
 import socket
 import stat
-import subprocess
 import sys
 import termios
 import threading
 import time
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, redirect_stdout
+from unittest import mock
 
 import psutil
 import pytest
 import torch
+import torch.distributed as dist
 
 from ddp_tutorial.benches import as_text
 from ddp_tutorial.benches.ranks import measure
@@ -33,6 +36,7 @@ from ddp_tutorial.live.magics import MagicError, _ranks_of
 from ddp_tutorial.live.pool import Ranks
 from ddp_tutorial.live.script import ScriptStep, assignment_step, indented, launch_command, make_script
 from ddp_tutorial.processes.errors import RankError
+from ddp_tutorial.processes.launcher import launch
 from kernel import Kernel
 from ranks import is_gone, wait_until
 
@@ -410,7 +414,20 @@ def test_messages_for_an_earlier_call_do_not_affect_a_later_call(ranks, what):
 # -------------------------------------------------------------------------------------------------------- a script
 
 
-def test_cells_become_a_script_for_torchrun(tmp_path):
+def run_script(world, script):
+    """Return the lines that a script prints, in the process group of `launch`."""
+    printed = io.StringIO()
+    with (
+        redirect_stdout(printed),
+        mock.patch.object(dist, "init_process_group") as initialize,
+        mock.patch.object(dist, "destroy_process_group"),
+    ):
+        runpy.run_path(str(script))
+    initialize.assert_called_once_with("gloo")
+    return printed.getvalue().splitlines()
+
+
+def test_cells_become_a_script_for_all_ranks(tmp_path):
     steps = [
         ScriptStep("import torch\nimport torch.distributed as dist"),
         assignment_step("rate", 0.5),
@@ -421,11 +438,7 @@ def test_cells_become_a_script_for_torchrun(tmp_path):
     ]
     script = tmp_path / "out.py"
     script.write_text(make_script(steps, "out.py", 2, 1, "cpu", "gloo"))
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    files = ["--redirects=1", f"--log-dir={tmp_path / 'logs'}"]  # ranks that print at the same time would share lines
-    done = subprocess.run([*command, *files, script], capture_output=True, text=True, timeout=300, check=False)
-    assert done.returncode == 0, done.stderr
-    said = [path.read_text().splitlines() for path in sorted((tmp_path / "logs").rglob("stdout.log"))]
+    said = launch(run_script, 2, script, device="cpu", threads=1, echo=False)
     assert said == [["[rank 0] 0.5"], ["[rank 1] 0.5", "[rank 1] (9, 'one\\n  two')"]]
 
 
