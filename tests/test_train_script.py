@@ -414,13 +414,13 @@ def test_07_trains_on_the_same_samples_in_the_same_order_as_06(tmp_path):
     assert_bitwise_identical(tmp_path / "06", tmp_path / "07")
 
 
-@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
-def test_a_run_that_torchrun_restarts_is_bitwise_identical_to_an_uninterrupted_one(strategy, tmp_path):
+def test_a_run_that_torchrun_restarts_is_bitwise_identical(tmp_path):
+    """With DDP, the parts are tested without torchrun: saving again after a failed save, and resuming."""
     (tmp_path / "train.py").write_text(course.script(LAST))
     (tmp_path / "killed.py").write_text(KILLED)
-    options = ["--steps=32", "--every=8", "--dropout=0.2", f"--strategy={strategy}"]
-    launch(train_once, 3, tmp_path, LAST, "whole", 0, *options, **FORKED)
-    run = train(tmp_path, 3, "restarted", f"--strategy={strategy}", script="killed.py", restarts=1)
+    options = ["--steps=32", "--every=8", "--dropout=0.2", "--strategy=fsdp"]
+    launch(train_once, 2, tmp_path, LAST, "whole", 0, *options, **FORKED)
+    run = train(tmp_path, 2, "restarted", "--strategy=fsdp", script="killed.py", restarts=1)
     assert run.returncode == 0, run.stderr
     lines = run.stdout.splitlines()
     assert [line[:7] for line in lines] == ["step 8:", "step 16", "step 24", "step 16", "step 24", "step 32", "validat"]
@@ -650,29 +650,29 @@ def test_from_08_any_number_of_ranks_splits_each_batch_without_padding(batch, ra
 
 
 def train_all_stages(world, folder):
-    """Train with each stage from 08, once with batches of any size and once with one whose last batch has 1 sample."""
+    """Train with each stage from 08. The third of five batches is the last one of an epoch, and has one sample."""
     weights = {}
     if world.size == 1:  # launch initializes no group
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    for number, batch in product([each for each in STAGES if each >= "08"], (50, 718)):
+    for number in [each for each in STAGES if each >= "08"]:
         script = imported(number)
         made = []
         script.make_state = lambda *args, make=script.make_state, made=made: made.append(make(*args)) or made[0]
-        args = [str(folder / f"{number}-{batch}-{world.size}"), f"--data={DATA}", "--steps=5", "--every=3", "--cpu"]
-        args += [f"--batch={batch}", f"--accumulate={4 - world.size}", "--workers=0"]
+        args = [str(folder / f"{number}-{world.size}"), f"--data={DATA}", "--steps=5", "--every=3", "--cpu"]
+        args += ["--batch=718", f"--accumulate={4 - world.size}", "--workers=0"]
         args += ["--clip=0.3"] if number >= "09" else []  # less than the norm in most steps
         with mock.patch.object(dist, "init_process_group"):  # launch has initialized it
             script.main(script.parse_args(args))
-        weights[number, batch] = made[0]["model"].state_dict()
+        weights[number] = made[0]["model"].state_dict()
     return weights
 
 
 def test_each_stage_from_08_trains_like_one_process_on_ragged_batches(tmp_path):
     [alone] = launch(train_all_stages, 1, tmp_path, **FORKED)
     for ranks in 2, 3:
-        for trained, (run, expected) in product(launch(train_all_stages, ranks, tmp_path, **FORKED), alone.items()):
+        for trained, (number, expected) in product(launch(train_all_stages, ranks, tmp_path, **FORKED), alone.items()):
             for name, weight in expected.items():
-                torch.testing.assert_close(trained[run][name], weight, rtol=0, atol=1e-6)
+                torch.testing.assert_close(trained[number][name], weight, rtol=0, atol=1e-6)
 
 
 def train_and_measure(world, folder, name, *options):
