@@ -2,7 +2,7 @@
 
 Importing torch in every rank of every launch takes more than half of a notebook's CPU time. `forked` describes how a
 forked rank differs from a spawned rank. Ranks are spawned, as for users, in the notebooks that a browser executes
-(test_browser.py) and in two notebooks that papermill executes (test_notebooks.py).
+(test_browser.py) and in a notebook that papermill executes (test_notebooks.py).
 
 A notebook measures, and another process on the machine can spoil a measurement. With `--failed-notebooks`, pytest
 executes again, from the first cell, the notebooks of which a cell failed the last time.
