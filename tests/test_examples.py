@@ -207,7 +207,7 @@ def train_both_ways(world: World) -> list[tuple[list[float], dict[str, torch.Ten
     found = [train_like_plain(world, accumulation) for accumulation in (1, 2)]
     with ExitStack() as stack:
         if world.size == 1:  # as without torchrun, `plain` initializes the group
-            for name in ("RANK", "TORCHELASTIC_USE_AGENT_STORE"):
+            for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_USE_AGENT_STORE"):
                 del os.environ[name]
         else:  # launch has initialized the group
             stack.enter_context(mock.patch.object(dist, "init_process_group"))

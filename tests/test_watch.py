@@ -1,18 +1,19 @@
 """A running run can be watched through its folder alone."""
 
 import json
-import subprocess
-import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import IPython.display
 import matplotlib.pyplot as plt
 import pytest
 
-from ddp_tutorial.config import ConfigError
+from ddp_tutorial.config import ConfigError, load
 from ddp_tutorial.figures.watch import dashboard, watch
 from ddp_tutorial.runs.folder import RunFolder
+from ddp_tutorial.training.config import TaskConfig
+from ddp_tutorial.training.tasks import launch_training
 
 
 class Shown:
@@ -76,17 +77,18 @@ def test_a_folder_that_is_not_a_run_is_rejected(tmp_path: Path) -> None:
         watch(tmp_path)
 
 
-def test_a_run_in_a_different_process_is_watched_until_its_end(workdir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_in_other_processes_is_watched_until_its_end(workdir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     shown = Shown(monkeypatch)
-    command = [sys.executable, "-m", "ddp_tutorial", "train", "tiny", "nprocs=2", "device=cpu", "name=it", "steps=600"]
+    config = load("tiny", TaskConfig, ["nprocs=2", "device=cpu", "name=it", "steps=600"])
     run = Path("runs/it")
-    with subprocess.Popen(command, stdout=subprocess.DEVNULL) as training:
+    with ThreadPoolExecutor() as threads:
+        training = threads.submit(launch_training, config, echo=False, forward_signals=())
         while not RunFolder(run).metrics.exists():
-            assert training.poll() is None
+            assert not training.done(), training.result()
             time.sleep(0.05)
-        watch(run, every=0.1)
+        watch(run, every=0.5)
         assert RunFolder(run).result.exists()
-    assert training.returncode == 0
+    assert len(training.result().losses) == 600
     assert len(set(shown.pictures)) >= 2
     before = plt.get_fignums()
     watch(run)
@@ -98,6 +100,6 @@ def test_watching_stops_after_the_timeout(workdir: Path, monkeypatch: pytest.Mon
     shown = Shown(monkeypatch)
     monkeypatch.setattr("ddp_tutorial.runs.summaries.is_locked", lambda folder: True)
     began = time.monotonic()
-    watch(a_run(workdir / "endless", ROWS), seconds=5, every=0.1)
+    watch(a_run(workdir / "endless", ROWS), seconds=5)
     assert 5 <= time.monotonic() - began < 30
     assert len(shown.pictures) >= 2
