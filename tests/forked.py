@@ -31,6 +31,7 @@ PRELOADED = [
     "torch._dynamo",
     "datasets",
     "tensorboardX",
+    "jinja2",  # for a model's card
     "pytest",
     "hypothesis",
     "nbformat",  # importing it would take 1.5 s for unused address grammars
