@@ -29,6 +29,7 @@ def group(monkeypatch: pytest.MonkeyPatch) -> Iterator[dist.Store]:
         dist.destroy_process_group()
 
 
+@pytest.mark.filterwarnings("ignore:Guards may run slower:RuntimeWarning")  # Python 3.13.0
 def test_an_unwrapped_compiled_model_stays_compiled_with_its_names() -> None:
     compiled: list[torch.fx.GraphModule] = []
 

@@ -1,7 +1,7 @@
 """The check of `train_script`: its verdicts on a script's runs, and torchrun leaves no process behind.
 
-Most runs are simulated: a fake run prints the lines and writes the checkpoint of a mistake. Real runs of the solution
-and of the wrong answers are in `test_exercises`.
+Most runs are simulated: a fake run prints the lines and writes the checkpoint of a mistake. `test_exercises` runs the
+solution under torchrun, and the wrong answers on forked ranks.
 """
 
 import ast

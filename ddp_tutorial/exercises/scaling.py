@@ -140,7 +140,7 @@ _TRUE_SPEEDUP = 1.7
 
 
 def _experiment(generator: random.Random, count: int) -> list[tuple[list[float], list[float]]]:
-    """Simulate `count` launches. Step times vary by launch, by arm within a launch, and slightly by turn."""
+    """Simulate `count` launches. Step times vary by launch, by setup within a launch, and slightly by round."""
     launches = []
     for _ in range(count):
         both = math.exp(generator.gauss(0, 0.3))
@@ -168,16 +168,16 @@ def _test_honest_interval(answer: Answer) -> str:
         expect(
             found >= 0.86,
             f"{case}, the interval must contain the true speedup with a probability of at least 90 %, got "
-            f"{found:.0%}. The turns of a launch are not independent. The speedup is the baseline's step time "
+            f"{found:.0%}. The rounds of a launch are not independent. The speedup is the baseline's step time "
             "divided by the ranks' step time.",
         )
         factor = statistics.median(widths) / statistics.median(honest)
         expect(
             factor < 1.6,
-            f"{case}, the interval is {factor:.1f} times as wide as necessary. Compare the arms within each launch. "
+            f"{case}, the interval is {factor:.1f} times as wide as necessary. Compare the setups within each launch. "
             "With many launches, omit the largest and smallest ratios.",
         )
-    return "Your interval treats each launch as one independent value, and compares the arms within it."
+    return "Your interval treats each launch as one independent value, and compares the setups within it."
 
 
 def _width(interval: Interval) -> float:
@@ -198,12 +198,12 @@ def _range_of_launches(launches: Launches) -> Interval:
     return min(ratios), max(ratios)
 
 
-def _pools_the_turns(launches: Launches) -> Interval:
+def _pools_the_rounds(launches: Launches) -> Interval:
     return _honest_interval([([a], [b]) for baseline, ranks in launches for a, b in zip(baseline, ranks, strict=True)])
 
 
 def _compares_across_launches(launches: Launches) -> Interval:
-    baselines, ranks = ([statistics.median(each[arm]) for each in launches] for arm in (0, 1))
+    baselines, ranks = ([statistics.median(each[setup]) for each in launches] for setup in (0, 1))
     return min(baselines) / max(ranks), max(baselines) / min(ranks)
 
 
@@ -226,8 +226,8 @@ honest_interval = Exercise(
     solution=_honest_interval,
     wrong={
         "takes the range of any number of launches": _range_of_launches,
-        "treats turns as independent": _pools_the_turns,
-        "compares the arms of different launches": _compares_across_launches,
+        "treats rounds as independent": _pools_the_rounds,
+        "compares the setups of different launches": _compares_across_launches,
         "looks at one launch only": _first_launch_only,
         "divides the other way round": _inverted,
     },
@@ -242,9 +242,9 @@ honest_interval = Exercise(
 
 # ------------------------------------------------------------------------------------------------ 3. a fair benchmark
 
-Arms = Mapping[str, Callable[[], None]]
-Benchmark = Callable[[Arms, int, Callable[[], None]], dict[str, list[float]]]
-_TURNS = 4
+Setups = Mapping[str, Callable[[], None]]
+Benchmark = Callable[[Setups, int, Callable[[], None]], dict[str, list[float]]]
+_ROUNDS = 4
 _START, _WORK, _STRAGGLER = 1.5, 0.1, 0.3  # seconds for the first step, a later step, and a step on the slow rank
 
 
@@ -254,7 +254,7 @@ class _Device:
     def __init__(self) -> None:
         self.done, self.calls = 0.0, list[str]()
 
-    def arm(self, name: str, first: float, later: float) -> Callable[[], None]:
+    def setup(self, name: str, first: float, later: float) -> Callable[[], None]:
         """Return a step function that takes `first` seconds in the first call, and `later` seconds in later calls."""
 
         def step() -> None:
@@ -272,12 +272,12 @@ class _Device:
 
 def _run_benchmark(world: World, answer: Benchmark) -> tuple[dict[str, list[float]], list[str]]:
     device, straggler = _Device(), _STRAGGLER if world.rank else _WORK
-    arms = {
-        "steady": device.arm("steady", _WORK, _WORK),
-        "slow start": device.arm("slow start", _START, _WORK),
-        "straggler": device.arm("straggler", straggler, straggler),
+    setups = {
+        "steady": device.setup("steady", _WORK, _WORK),
+        "slow start": device.setup("slow start", _START, _WORK),
+        "straggler": device.setup("straggler", straggler, straggler),
     }
-    return answer(dict(arms), _TURNS, device.synchronize), device.calls
+    return answer(dict(setups), _ROUNDS, device.synchronize), device.calls
 
 
 def _test_fair_benchmark(answer: Answer) -> str:
@@ -287,111 +287,113 @@ def _test_fair_benchmark(answer: Answer) -> str:
     expect(
         isinstance(seconds, dict)
         and sorted(seconds) == sorted(names)
-        and all(isinstance(each, list) and len(each) == _TURNS for each in seconds.values()),
-        f"The result must be a dict with a list of {_TURNS} numbers for each of {names}, got {seconds!r}.",
+        and all(isinstance(each, list) and len(each) == _ROUNDS for each in seconds.values()),
+        f"The result must be a dict with a list of {_ROUNDS} numbers for each of {names}, got {seconds!r}.",
     )
     counts = {name: calls.count(name) for name in names}
     expect(
-        min(counts.values()) > _TURNS,
-        f"The first step of each arm is a warm-up and must not be measured, so {_TURNS} turns require more than "
-        f"{_TURNS} steps per arm, got {counts}.",
+        min(counts.values()) > _ROUNDS,
+        f"The first step of each setup is a warm-up and must not be measured, so {_ROUNDS} rounds require more than "
+        f"{_ROUNDS} steps per setup, got {counts}.",
     )
     switches = sum(a != b for a, b in pairwise(calls))
     expect(
-        switches >= 2 * _TURNS,
-        f"The arms must take turns, got the steps in this order: {', '.join(calls)}.",
+        switches >= 2 * _ROUNDS,
+        f"The setups must alternate, got the steps in this order: {', '.join(calls)}.",
     )
     places = {name: {calls[i : i + 3].index(name) for i in range(0, len(calls) - 2, 3)} for name in names[::2]}
     expect(
         any(len(each) > 1 for each in places.values()),
-        "The order of the arms must change from turn to turn. Otherwise, each arm always follows the same arm.",
+        "The order of the setups must change from round to round. Otherwise, each setup always follows the same setup.",
     )
     expect(
         min(seconds["steady"]) >= _WORK,
-        f"A step of the arm 'steady' takes {_WORK} s on the device, got {min(seconds['steady']):.4f} s. The step "
+        f"A step of the setup 'steady' takes {_WORK} s on the device, got {min(seconds['steady']):.4f} s. The step "
         "returns before the device is done.",
     )
     expect(
         min(seconds["straggler"]) >= _STRAGGLER,
-        f"The arm 'straggler' takes {_STRAGGLER} s on rank 1, got {min(seconds['straggler']):.4f} s on rank 0. The "
+        f"The setup 'straggler' takes {_STRAGGLER} s on rank 1, got {min(seconds['straggler']):.4f} s on rank 0. The "
         "slowest rank determines the step time.",
     )
     slowest = max(max(each) for each in seconds.values())
     expect(
         slowest < _START,
-        f"Only the warm-up of the arm 'slow start' takes {_START} s, got a turn of {slowest:.2f} s. Wait until the "
+        f"Only the warm-up of the setup 'slow start' takes {_START} s, got a round of {slowest:.2f} s. Wait until the "
         "device is idle before you start the timer.",
     )
     expect(seconds == other, "Both ranks must return the same numbers, for example the maximum over the ranks.")
     return (
-        "Your benchmark is fair: it excludes the warm-up, alternates between the arms, and waits for the device and "
+        "Your benchmark is fair: it excludes the warm-up, alternates between the setups, and waits for the device and "
         "for all ranks."
     )
 
 
-def _fair_benchmark(arms: Arms, turns: int, synchronize: Callable[[], None]) -> dict[str, list[float]]:
-    seconds: dict[str, list[float]] = {name: [] for name in arms}
-    for turn in range(turns + 1):
-        for name in list(arms)[:: -1 if turn % 2 else 1]:
+def _fair_benchmark(setups: Setups, rounds: int, synchronize: Callable[[], None]) -> dict[str, list[float]]:
+    seconds: dict[str, list[float]] = {name: [] for name in setups}
+    for index in range(rounds + 1):
+        for name in list(setups)[:: -1 if index % 2 else 1]:
             dist.barrier()
             begin = time.perf_counter()
-            arms[name]()
+            setups[name]()
             synchronize()
             dist.barrier()  # waits until the slowest rank is done
             elapsed = torch.tensor(time.perf_counter() - begin, dtype=torch.float64)
             dist.all_reduce(elapsed, op=dist.ReduceOp.MAX)
-            if turn > 0:  # the first turn is the warm-up
+            if index > 0:  # the first round is the warm-up
                 seconds[name].append(elapsed.item())
     return seconds
 
 
 def _benchmark_with(
-    arms: Arms,
-    turns: int,
+    setups: Setups,
+    rounds: int,
     synchronize: Callable[[], None],
     *,
     warm_up: int = 1,
     reverse: bool = True,
-    by_arm: bool = False,
+    by_setup: bool = False,
     wait: bool = True,
     barrier: bool = True,
     agree: bool = True,
     wait_in_warm_up: bool = True,
 ) -> dict[str, list[float]]:
     """Run a variant of the solution with one change."""
-    seconds: dict[str, list[float]] = {name: [] for name in arms}
+    seconds: dict[str, list[float]] = {name: [] for name in setups}
     order = [
-        (turn, name) for turn in range(turns + warm_up) for name in list(arms)[:: -1 if reverse and turn % 2 else 1]
+        (index, name)
+        for index in range(rounds + warm_up)
+        for name in list(setups)[:: -1 if reverse and index % 2 else 1]
     ]
-    if by_arm:
-        order.sort(key=lambda each: list(arms).index(each[1]))
-    for turn, name in order:
+    if by_setup:
+        order.sort(key=lambda each: list(setups).index(each[1]))
+    for index, name in order:
         dist.barrier()
         begin = time.perf_counter()
-        arms[name]()
-        if wait and (turn >= warm_up or wait_in_warm_up):
+        setups[name]()
+        if wait and (index >= warm_up or wait_in_warm_up):
             synchronize()
         if barrier:
             dist.barrier()
         elapsed = torch.tensor(time.perf_counter() - begin, dtype=torch.float64)
         if agree:
             dist.all_reduce(elapsed, op=dist.ReduceOp.MAX if barrier else dist.ReduceOp.AVG)
-        if turn >= warm_up:
+        if index >= warm_up:
             seconds[name].append(elapsed.item())
     return seconds
 
 
 fair_benchmark = Exercise(
     task=(
-        "fair_benchmark(arms, turns, synchronize): arms maps names to functions that start one step on this rank's "
-        "device. synchronize() waits until the device is done. Return a dict that maps each name to a list of "
-        "`turns` step times in seconds, measured until all ranks are done. The dict must be identical on all ranks."
+        "fair_benchmark(setups, rounds, synchronize): setups maps names to functions that start one step on this "
+        "rank's device. synchronize() waits until the device is done. Return a dict that maps each name to a list of "
+        "`rounds` step times in seconds, measured until all ranks are done. The dict must be identical on all ranks."
     ),
     test=_test_fair_benchmark,
     solution=_fair_benchmark,
     wrong={
         "measures the first step": partial(_benchmark_with, warm_up=0),
-        "measures one arm after the other": partial(_benchmark_with, by_arm=True),
+        "measures one setup after the other": partial(_benchmark_with, by_setup=True),
         "always uses the same order": partial(_benchmark_with, reverse=False),
         "does not wait for the device": partial(_benchmark_with, wait=False),
         "does not wait for the device after the warm-up": partial(_benchmark_with, wait_in_warm_up=False),
@@ -399,8 +401,8 @@ fair_benchmark = Exercise(
         "returns each rank's own clock": partial(_benchmark_with, agree=False),
     },
     hints=(
-        "Write a loop over the turns, and inside it a loop over the arms. The first turn is the warm-up.",
+        "Write a loop over the rounds, and inside it a loop over the setups. The first round is the warm-up.",
         "All ranks must be done before the timer starts and before it stops. Call synchronize(), then dist.barrier().",
-        "Reverse the order of the arms in every second turn. Take the maximum over the ranks with dist.all_reduce.",
+        "Reverse the order of the setups in every second round. Take the maximum over the ranks with dist.all_reduce.",
     ),
 )
