@@ -16,8 +16,6 @@ import torch
 from ddp_tutorial import ConfigError, RankError, World, rank_zero_first, run
 from ranks import TORCHRUN
 
-pytestmark = pytest.mark.spawned  # tests how ranks start and exit
-
 SCRIPT = """
 import os
 import torch
