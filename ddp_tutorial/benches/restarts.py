@@ -28,6 +28,7 @@ from ddp_tutorial.benches.attempts import (
 from ddp_tutorial.environment import describe_environment
 from ddp_tutorial.files import observe_disk
 from ddp_tutorial.phases import observe
+from ddp_tutorial.processes.launcher import launch
 from ddp_tutorial.processes.process_tags import TORCHRUN, kill_torchrun
 from ddp_tutorial.processes.starting import run
 from ddp_tutorial.training.tasks import train
@@ -55,9 +56,9 @@ def measure_restarts(kills: int, seed: int = 0, report: Callable[[str], None] = 
     rng, before, counted = random.Random(seed), Path.cwd(), {"kills": 0, "in_saving": 0, "attempts": 1, "rejoined": 0}
     runs, leftover_processes, seconds, bit_equal = 0, 0, list[float](), True
     with tempfile.TemporaryDirectory(prefix="restarts-") as name:
+        launch(_train_uninterrupted, RANKS, name, device="cpu", threads=1, echo=False)
         os.chdir(name)
         try:
-            torchrun("uninterrupted", [])
             expected = outcome("uninterrupted")
             while counted["kills"] < kills or not runs:
                 planned_kills = [(rng.randrange(RANKS), rng.randrange(1, POINTS)) for _ in range(min(KILLS, kills))]
@@ -144,6 +145,11 @@ def _all_up(notes: Path) -> float | None:
 
 def _time_of(notes: Path) -> float:
     return min(note.stat().st_mtime for note in notes.glob("hit.*"))
+
+
+def _train_uninterrupted(world: World, folder: str) -> None:
+    os.chdir(folder)
+    train(world, config_of("uninterrupted"))
 
 
 def _run_rank(world: World, name: str, notes: Path, failure: PlannedFailure | None) -> None:
