@@ -3,6 +3,7 @@
 from collections import Counter
 from dataclasses import replace
 from itertools import islice
+from typing import Any
 
 import pytest
 import torch
@@ -15,11 +16,38 @@ from ddp_tutorial.world import World
 for package in ("accelerate", "lightning", "transformers"):
     pytest.importorskip(package, reason="an extra: pip install 'ddp-tutorial[peers]'")
 
-Outcomes = list[dict[str, Outcome]]
+# 20 steps of 8 samples, 64 samples in an epoch: a checkpoint after step 8 is one between epochs, after step 12 one in
+# the middle of the second.
+SITUATIONS = {
+    "at the end of an epoch": (perceptron(), 8),
+    "with dropout": (perceptron(dropout=0.1), 8),
+    "shuffled": (replace(perceptron(), shuffle=True), 8),
+    "in the middle of an epoch": (perceptron(), 12),
+    "all of it": (replace(perceptron(dropout=0.1), shuffle=True), 12),
+}
+
+Outcomes = dict[str, Outcome]
+Runs = dict[str, tuple[Outcome, Outcome]]  # trainer -> uninterrupted, resumed
 
 
-def on_ranks(count: int, names: list[str], work: Work) -> Outcomes:
-    return launch(train_with, count, names, work, device="cpu", threads=1, echo=False, timeout=300)
+def all_work(world: World) -> tuple[Outcomes, Outcomes, Outcomes, dict[str, Runs]]:
+    """Run everything in one launch, because importing the trainers takes several seconds on each rank."""
+    return (
+        train_with(world, NAMES, gpt(steps=8)),
+        train_with(world, NAMES, stories(steps=8)),
+        train_with(world, ["plain", "ours", "fabric"], digits(steps=6)),
+        {situation: resume_with(world, NAMES, work, after) for situation, (work, after) in SITUATIONS.items()},
+    )
+
+
+@pytest.fixture(scope="module")
+def results() -> list[tuple[Outcomes, Outcomes, Outcomes, dict[str, Runs]]]:
+    return launch(all_work, 2, device="cpu", threads=1, echo=False, timeout=500)
+
+
+@pytest.fixture(scope="module")
+def ranks(results: list[Any]) -> list[dict[str, Runs]]:
+    return [of_rank[3] for of_rank in results]
 
 
 def one_process(work: Work, batch_size: int) -> Outcome:
@@ -36,8 +64,8 @@ def one_process(work: Work, batch_size: int) -> Outcome:
     return Outcome({name: value.detach() for name, value in model.state_dict().items()}, 0.0)
 
 
-def test_on_even_batches_all_trainers_equal_plain_torch() -> None:
-    ranks = on_ranks(2, NAMES, gpt(steps=8))
+def test_on_even_batches_all_trainers_equal_plain_torch(results: list[Any]) -> None:
+    ranks = [of_rank[0] for of_rank in results]
     plain = ranks[0]["plain"]
     distances = {name: [rank[name].distance(plain) for rank in ranks] for name in NAMES}
     exact = {name for name, found in distances.items() if found == [0.0, 0.0]}
@@ -50,43 +78,20 @@ def test_on_even_batches_all_trainers_equal_plain_torch() -> None:
     assert len(plain.losses) == 8
 
 
-def test_only_global_token_counts_give_the_right_gradient_if_ragged() -> None:
+def test_only_global_token_counts_give_the_right_gradient_if_ragged(results: list[Any]) -> None:
     work = stories(steps=8)
-    ranks, one = on_ranks(2, NAMES, work), one_process(work, 2 * work.per_rank)
+    ranks, one = [of_rank[1] for of_rank in results], one_process(work, 2 * work.per_rank)
     distances = {name: max(rank[name].distance(one) for rank in ranks) for name in NAMES}
     close = {name for name, found in distances.items() if found < 1e-4}
     assert close == {"ours", "huggingface"}, distances
     assert all(found > 1e-3 for name, found in distances.items() if name not in close), distances
 
 
-def test_only_this_package_keeps_batch_norm_equal_on_all_ranks() -> None:
-    names = ["plain", "ours", "fabric"]
-    first, second = on_ranks(2, names, digits(steps=6))
-    apart = {name: second[name].distance(first[name]) for name in names}
+def test_only_this_package_keeps_batch_norm_equal_on_all_ranks(results: list[Any]) -> None:
+    first, second = (of_rank[2] for of_rank in results)
+    apart = {name: second[name].distance(first[name]) for name in first}
     assert apart["ours"] == 0.0
     assert apart["plain"] == apart["fabric"] > 0.0, apart
-
-
-# 20 steps of 8 samples, 64 samples in an epoch: a checkpoint after step 8 is one between epochs, after step 12 one in
-# the middle of the second.
-SITUATIONS = {
-    "at the end of an epoch": (perceptron(), 8),
-    "with dropout": (perceptron(dropout=0.1), 8),
-    "shuffled": (replace(perceptron(), shuffle=True), 8),
-    "in the middle of an epoch": (perceptron(), 12),
-    "all of it": (replace(perceptron(dropout=0.1), shuffle=True), 12),
-}
-
-Runs = dict[str, tuple[Outcome, Outcome]]  # trainer -> uninterrupted, resumed
-
-
-def resumed(world: World) -> dict[str, Runs]:
-    return {situation: resume_with(world, NAMES, work, after) for situation, (work, after) in SITUATIONS.items()}
-
-
-@pytest.fixture(scope="module")
-def ranks() -> list[dict[str, Runs]]:
-    return launch(resumed, 2, device="cpu", threads=1, echo=False, timeout=300)
 
 
 def exact(ranks: list[dict[str, Runs]], situation: str) -> set[str]:
