@@ -40,6 +40,7 @@ from ddp_tutorial.world import World
 from ranks import wait_until
 
 RATE = 200e6  # bits per second
+LATE = 0.02  # seconds
 ROOT = Path(__file__).parent.parent
 
 
@@ -58,6 +59,19 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def cluster(allowed: None, folder: Path) -> Iterator[Cluster]:
     with Cluster(3, f"{RATE / 1e6:.0f}mbit", folder=folder) as three:
         yield three
+
+
+@pytest.fixture(scope="module")
+def separate(allowed: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    """A cluster whose nodes do not share a folder."""
+    with Cluster(2, "1gbit", folder=tmp_path_factory.mktemp("separate"), shared_folder=False) as cluster:
+        yield cluster
+
+
+@pytest.fixture(scope="module")
+def delayed(allowed: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    with Cluster(3, "100mbit", f"{LATE * 1e3:.0f}ms", folder=tmp_path_factory.mktemp("delayed")) as cluster:
+        yield cluster
 
 
 @pytest.fixture
@@ -231,10 +245,10 @@ def test_a_server_on_a_host_is_reachable_from_other_hosts_only(cluster: Cluster)
     assert "hello" in cluster.start(sys.executable, "-c", ask, node=2).wait(20).output
 
 
-def test_each_host_may_have_its_own_folder(allowed: None, tmp_path: Path) -> None:
-    with Cluster(2, folder=tmp_path, shared_folder=False) as cluster:
-        cluster.run("touch", "here")
-    assert sorted(str(path.relative_to(tmp_path)) for path in tmp_path.rglob("here")) == ["n0/here", "n1/here"]
+def test_each_host_may_have_its_own_folder(separate: Cluster) -> None:
+    separate.run("touch", "here")
+    root = separate.folders[0].parent
+    assert sorted(str(path.relative_to(root)) for path in root.rglob("here")) == ["n0/here", "n1/here"]
 
 
 def test_the_command_line_reports_output_and_failures_by_host(allowed: None, tmp_path: Path) -> None:
@@ -390,26 +404,23 @@ def test_ranks_communicate_at_the_rate_of_the_link(cluster: Cluster) -> None:
     assert slower > 9 * wire[2**18]
 
 
-def test_a_delay_applies_in_each_direction_and_the_rate_is_unchanged(allowed: None, tmp_path: Path) -> None:
+def test_a_delay_applies_in_each_direction_and_the_rate_is_unchanged(delayed: Cluster) -> None:
     """Two ranks send to each other at the same time, in two rounds."""
-    late, small, large, sizes = 0.02, 4, 2**20, (2**10, 2**18, 2**20, 5 * 2**20)
-    with Cluster(3, "100mbit", f"{late * 1e3:.0f}ms", folder=tmp_path) as cluster:
-        told = cluster.launch(look, (small, *sizes), nodes=2)
-        assert [each["host"] for each in told] == ["n0", "n1"], "the third has no rank"
-        seconds = {nbytes: max(each["seconds"][nbytes] for each in told) for nbytes in (small, *sizes)}
-        with pytest.raises(ConfigError, match="must be at most '160mbit'"):
-            cluster.set_rate("1gbit")
-        cluster.disconnect(1)
-        ping = "import socket, sys; socket.create_connection(('n1', 9), float(sys.argv[1]))"
-        assert "timed out" in cluster.start(sys.executable, "-c", ping, "0.3", node=0).wait(20).output
-        cluster.reconnect(1)
-        assert "refused" in cluster.start(sys.executable, "-c", ping, "10", node=0).wait(20).output, (
-            "it has no way back"
-        )
-    assert 0.99 * 2 * late <= seconds[small] < 3.5 * late, seconds  # adding the delay twice would give 4 delays
-    wire = large / cluster.bytes_per_second
-    assert 2 * late + 0.9 * wire < seconds[large] < 4 * (2 * late + wire), (seconds, wire)
-    link = LinkModel(late, cluster.bytes_per_second)
+    small, large, sizes = 4, 2**20, (2**10, 2**18, 2**20, 5 * 2**20)
+    told = delayed.launch(look, (small, *sizes), nodes=2)
+    assert [each["host"] for each in told] == ["n0", "n1"], "the third has no rank"
+    seconds = {nbytes: max(each["seconds"][nbytes] for each in told) for nbytes in (small, *sizes)}
+    with pytest.raises(ConfigError, match="must be at most '160mbit'"):
+        delayed.set_rate("1gbit")
+    delayed.disconnect(1)
+    ping = "import socket, sys; socket.create_connection(('n1', 9), float(sys.argv[1]))"
+    assert "timed out" in delayed.start(sys.executable, "-c", ping, "0.3", node=0).wait(20).output
+    delayed.reconnect(1)
+    assert "refused" in delayed.start(sys.executable, "-c", ping, "10", node=0).wait(20).output, "it has no way back"
+    assert 0.99 * 2 * LATE <= seconds[small] < 3.5 * LATE, seconds  # adding the delay twice would give 4 delays
+    wire = large / delayed.bytes_per_second
+    assert 2 * LATE + 0.9 * wire < seconds[large] < 4 * (2 * LATE + wire), (seconds, wire)
+    link = LinkModel(LATE, delayed.bytes_per_second)
     for nbytes in sizes:  # never faster than the link; slower on a busy machine
         assert seconds[nbytes] > 0.9 * link.seconds(nbytes, delays_in(nbytes, 2)), (nbytes, seconds)
 
@@ -491,8 +502,10 @@ def who_delays() -> psutil.Process:
     return found
 
 
-def test_the_cluster_stops_if_the_process_that_delays_messages_dies(allowed: None, tmp_path: Path) -> None:
-    before, killed, said = boxes(), 0.0, "^the cluster has stopped: the process that delays its messages has exited$"
+def test_the_cluster_stops_if_the_process_that_delays_messages_dies(delayed: Cluster) -> None:
+    killed, said = 0.0, "^the cluster has stopped: the process that delays its messages has exited$"
+    others = boxes() - {each.pid for each in psutil.Process(delayed._box.pid).children(recursive=True)}
+    others -= {delayed._box.pid}
 
     def kill_it() -> None:
         nonlocal killed
@@ -500,16 +513,15 @@ def test_the_cluster_stops_if_the_process_that_delays_messages_dies(allowed: Non
         killed = time.monotonic()
         who_delays().kill()
 
-    with Cluster(2, "100mbit", "1ms", folder=tmp_path) as cluster:
-        beside = cluster.start("sleep", "4321.25", node=1)
-        with pytest.raises(FailedError, match=said):
-            cluster.launch(talk_on, collective_timeout=60, meanwhile=kill_it)
-        assert time.monotonic() - killed < 30, "ranks waited for messages that nobody carries"
-        with pytest.raises(FailedError, match=said):
-            cluster.finish([beside], 10)
-        with pytest.raises(FailedError, match=said):
-            cluster.run("true")
-        assert (boxes(), sleepers()) == (before, [])
+    beside = delayed.start("sleep", "4321.25", node=1)
+    with pytest.raises(FailedError, match=said):
+        delayed.launch(talk_on, collective_timeout=60, meanwhile=kill_it)
+    assert time.monotonic() - killed < 30, "ranks waited for messages that nobody carries"
+    with pytest.raises(FailedError, match=said):
+        delayed.finish([beside], 10)
+    with pytest.raises(FailedError, match=said):
+        delayed.run("true")
+    assert (boxes(), sleepers()) == (others, [])
 
 
 def settings(*overrides: str) -> TaskConfig:
@@ -525,31 +537,30 @@ def weights(folder: Path, name: str) -> bytes:
     return (folder / "runs" / name / "model" / "model.safetensors").read_bytes()
 
 
-@pytest.mark.parametrize("shared", [True, False])
 def test_one_host_resumes_a_run_of_two_hosts_bitwise_identically(
-    shared: bool, allowed: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    cluster: Cluster, separate: Cluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Each host has its own folder, and the first host has the checkpoints."""
-    saving = ("checkpoint.every=3", f"checkpoint.shared={str(shared).lower()}", "schedule_steps=6", "warmup_steps=2")
-    with Cluster(2, "1gbit", folder=tmp_path, shared_folder=shared) as two:
-        two.launch(trained, settings("name=two", "steps=3", *saving))
+    """If each host has its own folder, the first host has the checkpoints."""
+    for two, shared in ((cluster, "true"), (separate, "false")):
+        saving = ("checkpoint.every=3", f"checkpoint.shared={shared}", "schedule_steps=6", "warmup_steps=2")
+        two.launch(trained, settings("name=two", "steps=3", *saving), nodes=2)
         first = two.folders[0]
-    monkeypatch.chdir(first)
-    for name, going_on in (("two", ["resume=auto", "resume_allow=[steps]"]), ("one", [])):
-        launch(trained, 2, settings(f"name={name}", *saving, *going_on), device="cpu", threads=1, echo=False)
-    assert weights(first, "two") == weights(first, "one")
-    assert not list(tmp_path.glob("n1/runs/two/checkpoints"))
+        monkeypatch.chdir(first)
+        for name, going_on in (("two", ["resume=auto", "resume_allow=[steps]"]), ("one", [])):
+            launch(trained, 2, settings(f"name={name}", *saving, *going_on), device="cpu", threads=1, echo=False)
+        assert weights(first, "two") == weights(first, "one")
+    assert not (separate.folders[1] / "runs/two/checkpoints").exists()
 
 
-def test_hosts_without_a_shared_folder_train_but_cannot_save_checkpoints(allowed: None, tmp_path: Path) -> None:
-    with Cluster(2, folder=tmp_path, shared_folder=False) as cluster:
-        cluster.launch(trained, settings("name=mine"))
-        with pytest.raises(RankError, match="on a disk that all nodes share") as told:
-            cluster.launch(trained, settings("name=saving", "checkpoint.every=3"))
+def test_hosts_without_a_shared_folder_train_but_cannot_save_checkpoints(separate: Cluster) -> None:
+    separate.launch(trained, settings("name=mine"))
+    with pytest.raises(RankError, match="on a disk that all nodes share") as told:
+        separate.launch(trained, settings("name=saving", "checkpoint.every=3"))
     assert told.value.is_a(ConfigError)
-    assert weights(tmp_path / "n0", "mine")
-    assert not list(tmp_path.glob("*/runs/saving"))
-    assert not (tmp_path / "n1/runs/mine/model").exists()
+    assert weights(separate.folders[0], "mine")
+    for folder in separate.folders:
+        assert not (folder / "runs/saving").exists()
+    assert not (separate.folders[1] / "runs/mine/model").exists()
 
 
 def talk_on(world: World) -> None:
