@@ -164,7 +164,7 @@ class Slurm:
             if time.monotonic() > deadline or self.box.poll() is not None:
                 said = (self.folder / "box.log").read_text()[-3000:]
                 raise AssertionError(f"{what}: not within {seconds} s. Slurm says:\n{said}")
-            time.sleep(0.05)
+            time.sleep(0.2)  # most conditions ask Slurm in a new process
 
     def job(self, number: int) -> dict[str, str]:
         """Return Slurm's fields of a job: JobState, Restarts, ..."""
