@@ -3,7 +3,6 @@
 The benchmark that tests this detects violations.
 """
 
-import ast
 import errno
 import random
 import subprocess
@@ -15,6 +14,7 @@ from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from ddp_tutorial.benches import attempts
@@ -35,15 +35,16 @@ from ddp_tutorial.files import RUNS
 MB = 1 << 20
 
 
-@pytest.fixture(scope="module", autouse=True)
-def server() -> Iterator[None]:
-    with ranks_served():
-        yield
+def processes() -> set[psutil.Process]:
+    """Return the processes that this process has started, without Python's own, which runs until the end."""
+    found = psutil.Process().children(recursive=True)
+    return {each for each in found if "resource_tracker" not in " ".join(each.cmdline())}
 
 
 @pytest.fixture(scope="module")
 def found() -> dict[str, Any]:
-    return measure_chaos(24, seed=1, fills=8, two_nodes=4)
+    before = processes()
+    return measure_chaos(24, seed=1, fills=8, two_nodes=4) | {"left": processes() - before}
 
 
 def test_runs_are_unaffected_by_kills_and_failing_or_full_disks(found: Any) -> None:
@@ -58,18 +59,8 @@ def test_runs_are_unaffected_by_kills_and_failing_or_full_disks(found: Any) -> N
     assert is_good(found)
 
 
-def test_no_process_is_left_after_the_chaos_benchmark() -> None:
-    """The benchmark runs in a separate process, because this process has a server for other tests."""
-    script = (
-        "import psutil; from ddp_tutorial.benches.chaos import measure_chaos; measure_chaos(1, fills=0, two_nodes=0); "
-    )
-    script += "print([' '.join(each.cmdline()[-2:]) for each in psutil.Process().children(recursive=True)])"
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=200, check=False)
-    assert done.returncode == 0, done.stderr
-    left = [
-        each for each in ast.literal_eval(done.stdout) if "resource_tracker" not in each
-    ]  # Python's own, one for all
-    assert left == []
+def test_no_process_is_left_after_the_chaos_benchmark(found: Any) -> None:
+    assert found["left"] == set()
 
 
 def test_all_ranks_reject_nodes_without_a_shared_folder(found: Any) -> None:
@@ -96,11 +87,29 @@ def test_one_violated_requirement_is_reported(requirement: str) -> None:
     assert not is_good(good | {requirement: 1 if requirement != "bit_equal" else False})
 
 
+def test_the_report_says_if_there_was_no_small_disk() -> None:
+    found = measure_chaos(0, fills=1, two_nodes=0, mount=_refused)
+    assert found["attempts"]["limit"] == 1
+    assert found["full_disk"]["by"] == "a limit on the size of files"
+    assert found["full_disk"]["not_possible"] == "a full disk was not tested: not here"
+    assert is_good(found)
+
+
+def _refused(folder: Path, nbytes: int) -> str:
+    return "not here"
+
+
 # --------------------------------------------------------------------------------------------------- one life of a run
 
 
+@pytest.fixture(scope="module")
+def server() -> Iterator[None]:
+    with ranks_served():
+        yield
+
+
 @pytest.fixture
-def here(workdir: Path) -> Path:
+def here(workdir: Path, server: None) -> Path:
     return Path.cwd()
 
 
@@ -171,6 +180,7 @@ def filled(folder: Path) -> Any:
     return told
 
 
+@pytest.mark.usefixtures("server")
 def test_only_its_own_process_sees_the_small_disk(tmp_path: Path) -> None:
     told = in_a_process(filled, tmp_path)
     if isinstance(told, str):
@@ -190,20 +200,9 @@ def written_with_a_limit(folder: Path) -> tuple[int, int]:
     return written, 0
 
 
+@pytest.mark.usefixtures("server")
 def test_without_a_mount_a_file_size_limit_truncates_a_write(tmp_path: Path) -> None:
     assert in_a_process(written_with_a_limit, tmp_path) == (5000, errno.EFBIG)
-
-
-def test_the_report_says_if_there_was_no_small_disk() -> None:
-    found = measure_chaos(1, fills=1, two_nodes=0, mount=_refused)
-    assert found["attempts"]["limit"] == 1
-    assert found["full_disk"]["by"] == "a file size limit"
-    assert found["full_disk"]["not_possible"] == "a full disk was not tested: not here"
-    assert is_good(found)
-
-
-def _refused(folder: Path, nbytes: int) -> str:
-    return "not here"
 
 
 def test_earlier_checkpoints_survive_a_disk_that_becomes_full(here: Path) -> None:
