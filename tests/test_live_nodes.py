@@ -193,17 +193,6 @@ def test_a_dead_rank_is_reported_and_restart_replaces_it(ranks: Ranks, dead: int
     assert [each["node"] for each in ranks.status()] == ["n0", "n1"]
 
 
-def test_a_host_without_power_loses_its_rank_permanently(allowed: None, tmp_path: Path) -> None:
-    with Cluster(2, folder=tmp_path) as two, Ranks(2, cluster=two, threads=1) as ranks:
-        ranks.execute("kept = world.rank")
-        two.kill(1)
-        with pytest.raises(RankError, match=r"rank 1 is dead: the process was killed by SIGKILL"):
-            ranks.execute("1")
-        with pytest.raises(ConfigError, match="n1 has been killed and cannot be restarted"):
-            ranks.restart()
-        assert ranks.get("kept", on=[0]) == [0], "a restart that was refused has changed nothing"
-
-
 # -------------------------------------------------------------------------------------------------------- bad input
 
 
@@ -305,7 +294,8 @@ def test_magics_on_nodes_leave_no_process_or_network_after_the_kernel(allowed: N
         notebook.end()
 
 
-def test_a_cluster_started_by_the_pool_stops_with_it(allowed: None, tmp_path: Path) -> None:
+def test_a_killed_cluster_is_restarted_but_a_host_without_power_is_not(allowed: None, tmp_path: Path) -> None:
+    """The pool has started the cluster, so the cluster stops with the pool."""
     cluster = Cluster(2, "1gbit", folder=tmp_path)
     with Ranks(2, cluster=cluster, threads=1) as ranks:
         assert cluster.is_up
@@ -313,9 +303,16 @@ def test_a_cluster_started_by_the_pool_stops_with_it(allowed: None, tmp_path: Pa
         box = psutil.Process(cluster._box.pid).children()[0]
         box.kill()
         wait_until(lambda: all(each["state"] != "ready" for each in ranks.status()), 120)
-        assert ranks.restart() == [0, 1], "a cluster that has gone comes back"
+        assert ranks.restart() == [0, 1]
         assert are_together(ranks)
         networks |= {network_of(each["pid"]) for each in ranks.status()}
+        ranks.execute("kept = world.rank")
+        cluster.kill(1)
+        with pytest.raises(RankError, match=r"rank 1 is dead: the process was killed by SIGKILL"):
+            ranks.execute("1")
+        with pytest.raises(ConfigError, match="n1 has been killed and cannot be restarted"):
+            ranks.restart()
+        assert ranks.get("kept", on=[0]) == [0], "a restart that was refused has changed nothing"
     assert not cluster.is_up
     assert nobody_is_in(networks)
     with pytest.raises(RuntimeError, match="have been stopped"):
