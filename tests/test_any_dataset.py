@@ -536,7 +536,7 @@ def refused() -> list[dict[str, str]]:
         ("stream, dispatched, few", "'batch_size' must be at least 2 (one sample per stream), got 1"),
         (
             "stream, dispatched, pad",
-            "'source.remainder' must be carry for a stream, because the length of a stream is unknown",
+            "'source.remainder' must be carry for a stream, got pad: the length of a stream is unknown",
         ),
         ("no length", "NoLength must define __len__ and __getitem__. Define both, or read the dataset as a"),
         ("nothing", "a NoneType must define __len__"),

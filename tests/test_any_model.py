@@ -304,7 +304,7 @@ def test_the_best_model_and_early_stopping_use_a_custom_metric() -> None:
     kept = load(result.run, make_model(), best=True)
     x, y = dataset(40).tensors
     assert float(((kept(x) > 0) == (y > 0)).float().mean()) == pytest.approx(accuracies[found])
-    with pytest.raises(ConfigError, match=r"does not fit the model: .* Missing key\(s\) in state_dict: \"bias\""):
+    with pytest.raises(ConfigError, match=r"do not match the model: .* Missing key\(s\) in state_dict: \"bias\""):
         load(result.run, nn.Linear(1, 1), best=True)
     with pytest.raises(ConfigError, match="was trained by a script"):
         load(result.run)

@@ -221,7 +221,7 @@ def test_invalid_devices_are_rejected_in_one_line(
 
 
 def test_mpi_is_rejected_with_its_reason() -> None:
-    assert_refused_in_one_line(call("train", "tiny", "backend=mpi"), "built from source with an MPI library")
+    assert_refused_in_one_line(call("train", "tiny", "backend=mpi"), "PyTorch to be built from source with MPI")
     assert_refused_in_one_line(call("train", "tiny", "backend=ucc"), "'backend' must be 'auto', 'gloo' or 'nccl'")
 
 

@@ -58,7 +58,7 @@ def test_published_throughput_agrees_with_published_mfu(run: PublishedRun) -> No
 def test_impossible_plan_is_rejected() -> None:
     """Degrees that do not multiply to the number of devices raise an error."""
     fields = {name: getattr(PUBLISHED_RUNS[0], name) for name in PublishedRun.__dataclass_fields__}
-    with pytest.raises(ValueError, match=r"must be 'devices' \(8\), got 16"):
+    with pytest.raises(ValueError, match=r"must equal 'devices' \(8\), got 16"):
         PublishedRun(**(fields | {"tensor": 2}))
     with pytest.raises(ValueError, match="batch_tokens must be a multiple of"):
         PublishedRun(**(fields | {"batch_tokens": 1000}))

@@ -119,7 +119,7 @@ class Attempt:
 
 
 class Points:
-    """The points that are reached by runs of one kind, in random order.
+    """The points that runs of one kind reach, shuffled.
 
     The points are learned from ranks that exit without being killed. Every point is used once before any point is
     repeated.
@@ -275,7 +275,7 @@ def newest_valid(checkpoints: Path) -> int:
 
 
 def outcome(name: str) -> tuple[Any, ...] | None:
-    """Return the digest of a run's weights and the per-step metrics, which must be identical in all runs.
+    """Return the digest of a run's weights, and its per-step metrics. Both must be identical in all runs.
 
     The function returns None if the run has not finished.
     """

@@ -138,7 +138,7 @@ def measure_hangs(repeats: int, report: Callable[[str], None] = lambda _: None) 
 
     Returns:
         The report. `of` counts the verdicts, and `right` counts the verdicts that name the line of each rank.
-        `other_verdicts` counts the verdicts whose wording differs from the first repeat. `seconds` contains the median
+        `other_verdicts` counts the verdicts whose wording differs from that of the first. `seconds` contains the median
         and maximum time from the start of a hang until all ranks have exited, minus `patience`. `late` counts the times
         longer than `within`, and `left` counts the processes still running.
     """

@@ -305,7 +305,7 @@ class Checkpointer:
         thing, alike = component.stateful, component.ranks_alike(self.world)
         if stored.shared != component.shared:
             raise CheckpointError(
-                f"component {name!r} must be {stored.shared!r}, as in {folder}, got {component.shared!r}"
+                f"component {name!r} must have shared={stored.shared!r}, as in {folder}, got {component.shared!r}"
             )
         if stored.shared == "sharded":
             return partial(load_shards, folder / name, thing)

@@ -203,5 +203,7 @@ class RandomState:
             CheckpointError: If there is no `reseed` function.
         """
         if self.reseed is None:
-            raise CheckpointError("RandomState requires 'reseed' to load a checkpoint from a different number of ranks")
+            raise CheckpointError(
+                "RandomState requires 'reseed' to load a checkpoint that a different number of ranks saved"
+            )
         self.reseed(step)

@@ -278,7 +278,7 @@ def arrivals(module: nn.Module, backward: Callable[[], object]) -> dict[str, flo
 def ready_times(buckets: Sequence[Bucket], arrivals: Mapping[str, float]) -> list[float]:
     """Return the time at which each bucket's all-reduce can start.
 
-    An all-reduce can start after the bucket's last gradient is ready, but not before the previous bucket's all-reduce.
+    An all-reduce starts when the bucket's last gradient is ready and the previous bucket's all-reduce has started.
     """
     return list(accumulate((max(arrivals[name] for name in bucket.names) for bucket in buckets), max))
 

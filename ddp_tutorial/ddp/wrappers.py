@@ -534,7 +534,7 @@ def make_link(config: DDPConfig, world: World) -> Link:
 
 
 def make_hook(link: Link, world: World, config: DDPConfig) -> Hook:
-    """Return the hook that `config` specifies. A single rank sends nothing, so its hook does not compress."""
+    """Return the hook that `config` specifies. With a world size of 1, no gradient is sent or compressed."""
     if config.hook == "none" or world.size == 1:
         return AllReduceHook(link)
     if config.hook == "powersgd":

@@ -345,7 +345,7 @@ class Checks:
         return False
 
     def _hide_gradients(self) -> None:
-        """Remove the gradients until after the update. An optimizer skips parameters without a gradient."""
+        """Remove the gradients during the update. An optimizer skips parameters without a gradient."""
         for group in self.program.optimizer.param_groups:
             for parameter in group["params"]:
                 if parameter.grad is not None:

@@ -177,7 +177,7 @@ def live_tensors() -> dict[Kind, LiveTensors]:
 
 
 def describe_growth(before: Mapping[Kind, LiveTensors], now: Mapping[Kind, LiveTensors]) -> list[str]:
-    """Return the kinds that have increased in number, largest first, such as "10 of [3, 4] float32 (1.2 MB)"."""
+    """Describe the tensors whose number has grown, largest first, such as "10 of [3, 4] float32 (1.2 MB)"."""
     nothing = LiveTensors()
     grown = {
         kind: LiveTensors(number - before.get(kind, nothing).number, nbytes - before.get(kind, nothing).nbytes)

@@ -31,8 +31,9 @@ def _not_alone(ddp: DistributedDataParallel, _: object) -> None:
     """Raise an error if rank 0 evaluates through `ddp`. This function is a forward pre-hook of `ddp`."""
     if not ddp.training or not torch.is_grad_enabled():
         raise WrongAnswerError(
-            "The evaluation called ddp(...). The model contains BatchNorm buffers, which ddp broadcasts first. All "
-            "ranks must enter this broadcast, but only rank 0 did. Evaluate through ddp.module instead."
+            "The evaluation called ddp(...). The model contains BatchNorm buffers, which ddp broadcasts before "
+            "the forward pass. All ranks must enter this broadcast, but only rank 0 did. Evaluate through ddp.module "
+            "instead."
         )
 
 

@@ -1,8 +1,9 @@
 """Record in a local file under `runs/` which exercises a person has passed, and show these exercises in a table.
 
-No data leaves this machine. Each line of the file is an exercise name, such as `quickstart.mean_loss`. A single write
-appends a line, so two kernels can append at the same time. Unknown lines are kept, but not counted. If a program such
-as nbval, papermill or a test runs an answer, the answer is not recorded (see `a_person_is_there`).
+No data leaves this machine. Each line of the file is an exercise name, such as `quickstart.mean_loss`. Each line is
+appended in a single write, so two kernels can safely append at the same time. Unknown lines are kept, but not
+counted. If a program such as nbval, papermill or a test runs an answer, the answer is not recorded (see
+`a_person_is_there`).
 """
 
 import html

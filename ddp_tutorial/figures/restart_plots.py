@@ -85,7 +85,7 @@ def goodput(
     title: str,
     xlabel: str,
 ) -> Figure:
-    """Draw the time shares of several runs' activities as stacked bars, and predicted goodputs as markers.
+    """Draw each run's time shares as a stacked bar, and its predicted goodput as a marker.
 
     Args:
         labels: The label of each run.

@@ -47,8 +47,8 @@ class StrikeError(RuntimeError):
 class Outcome:
     """Outcome of a run on one rank.
 
-    `error` is "" and `exit_code` is 0 if the program returned. `saves` contains the number of optimizer steps before
-    each written file.
+    `error` is "" and `exit_code` is 0 if the program exited normally. `saves` contains the number of optimizer
+    steps before each written file.
     """
 
     result: Any = None

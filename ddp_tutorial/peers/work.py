@@ -75,7 +75,7 @@ class Work:
         return total / count
 
     def optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
-        """Return AdamW for the parameters of `model`."""
+        """Return an AdamW optimizer for the parameters of `model`."""
         return torch.optim.AdamW(model.parameters(), lr=self.learning_rate, weight_decay=0.1, fused=True)
 
     def scheduler(self, optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LambdaLR:

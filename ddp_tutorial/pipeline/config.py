@@ -27,7 +27,7 @@ class StagesConfig(Config):
     )
 
     def on(self, ranks: int) -> "PipelineConfig":
-        """Return these settings for pipelines of `ranks` ranks.
+        """Return a copy of these settings, adapted to pipelines of `ranks` ranks.
 
         Raises:
             ConfigError: If `check_on` rejects the settings.

@@ -324,7 +324,7 @@ class _FirstStageInput(nn.Module):
 
 
 class _LastStageOutput(nn.Module):
-    """A stand-in for the model on the last stage, which returns the output of that stage for any arguments.
+    """A stand-in for the model on the last stage, which returns that stage's output regardless of its arguments.
 
     `x` is the input from the previous stage. If there is only one stage, the stage is the model itself.
     """

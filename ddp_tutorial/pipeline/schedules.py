@@ -262,10 +262,10 @@ Semantics = Literal["buffered", "batched", "blocking"]
 def deadlocks(table: Table, sends: Semantics) -> str:
     """Return a description of a schedule's deadlock with these send semantics, or "" if there is no deadlock.
 
-    - "buffered": A send does not block (gloo's `isend`, whose handle is kept). A table that passes `check` does not
-      deadlock.
-    - "blocking": A rank receives, computes, and then sends. A send blocks until its receiver receives (`dist.send` of
-      large tensors).
+    - "buffered": A send does not block, as with gloo's `isend` if the handle is kept. A table that passes `check` does
+      not deadlock.
+    - "blocking": A rank receives, computes, and then sends. A send blocks until the matching receive starts
+      (`dist.send` of large tensors).
     - "batched": After an action, its send and the receive for the next action are posted together, and the rank waits
       for both (`batch_isend_irecv`; Megatron's `send_forward_recv_backward`).
     """

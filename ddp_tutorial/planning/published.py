@@ -119,7 +119,7 @@ class PublishedRun:
         ranks = self.data * self.tensor * self.pipeline * self.context
         if ranks != self.devices:
             raise ValueError(
-                f"{self.name}: the product of the parallel degrees must be 'devices' ({self.devices}), got {ranks}"
+                f"{self.name}: the product of the parallel degrees must equal 'devices' ({self.devices}), got {ranks}"
             )
         if self.batch_tokens % (self.data * self.micro_batch * self.sequence):
             raise ValueError(

@@ -151,7 +151,7 @@ def shard_size(plan: Plan, network: Network) -> int:
 
 
 def overlapped(compute: float, communication: float, units: int) -> float:
-    """Return the total time of overlapping computation and communication, if one of `units` equal units is exposed.
+    """Return the time of computation and communication in `units` equal units, with one unit exposed.
 
     A layer's gradients are reduced while the next layer computes. Therefore, the first layer computes without
     communication, and the last layer's reduction is exposed. For all-gathers of weights, the order is reversed.

@@ -40,7 +40,7 @@ def open_folder(
 
     Args:
         world: This rank's world.
-        name: Name of the folder. If empty, the name consists of the time, `label` and the world size.
+        name: Name of the folder. The default name consists of the time, `label` and the world size.
         label: Suffix of the default name.
         resuming: Whether to use an existing folder with this name. Otherwise, a number is appended to the name if the
             folder exists.

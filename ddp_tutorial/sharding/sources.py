@@ -161,8 +161,7 @@ def _require_kind(config: SourceConfig, data: Any) -> None:
     kind, name = config.kind, type_name(data)
     if (kind == "streamed" or _is_stream(data)) and config.remainder != "carry":
         raise ConfigError(
-            f"'source.remainder' must be carry for a stream, because the length of a stream is unknown, got "
-            f"{config.remainder}. Use source.remainder=carry."
+            f"'source.remainder' must be carry for a stream, got {config.remainder}: the length of a stream is unknown"
         )
     if isinstance(data, TokenBlocks | ArrowShards):
         return

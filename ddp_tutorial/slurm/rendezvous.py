@@ -75,8 +75,8 @@ def _connect(path: Path, timeout: timedelta) -> dist.Store:
                 return store
         time.sleep(0.05)
     raise RuntimeError(
-        f"rank 0 did not publish its address in {path.absolute()} within {timeout.total_seconds():.0f} s. All nodes "
-        "must share the working directory. Otherwise, set MASTER_ADDR to rank 0's host, and MASTER_PORT to a free port."
+        f"rank 0 did not publish its address in {path.absolute()} within {timeout.total_seconds():.0f} s. If the "
+        "nodes do not share the working directory, set MASTER_ADDR to rank 0's host, and MASTER_PORT to a free port."
     )
 
 

@@ -374,8 +374,7 @@ class TrainConfig(Config):
     def _stays_below_runs(cls, name: str) -> str:
         if not re.fullmatch(r"([\w][\w.-]*(/[\w][\w.-]*)*)?", name):
             raise ValueError(
-                "'name' must be a directory under runs/ and contain only letters, digits, '-', '_', '.' and '/', got "
-                f"{name!r}"
+                f"'name' must be a relative path under runs/ of letters, digits, '-', '_', '.' and '/', got {name!r}"
             )
         return name
 
@@ -535,8 +534,8 @@ class TaskConfig(TrainConfig):
     def _backend_is_in_pytorchs_packages(cls, value: Any) -> Any:
         if value == "mpi":
             raise ValueError(
-                "'backend' = mpi requires a PyTorch that was built from source with an MPI library, because the "
-                "published packages do not contain MPI. Use backend=auto, which selects nccl or gloo"
+                "'backend' = mpi requires PyTorch to be built from source with MPI, because the prebuilt packages do "
+                "not support MPI. Use backend=auto, which selects nccl or gloo"
             )
         return value
 
@@ -562,7 +561,7 @@ class TaskConfig(TrainConfig):
     def _samples_have_numbers(self) -> "TaskConfig":
         if self.strategy == "invariant" and self.source.kind == "streamed":
             raise ValueError(
-                "'strategy' must not be invariant if source.kind=streamed, because strategy=invariant requires random "
-                "access to the samples. Use a different source or strategy"
+                "strategy=invariant requires random access to the samples, which source.kind=streamed does not "
+                "support. Use a different source or strategy"
             )
         return self

@@ -63,4 +63,4 @@ def load_weights(model: nn.Module, folder: Path) -> None:
     try:
         safetensors.torch.load_model(model, path)
     except RuntimeError as error:
-        raise ConfigError(f"{path} does not fit the model: {' '.join(str(error).split())}") from None
+        raise ConfigError(f"the weights in {path} do not match the model: {' '.join(str(error).split())}") from None
