@@ -5,9 +5,7 @@ torch with CUDA only. It is removed after the tests, unless KEEP is set. book/co
 """
 
 import os
-import re
 import shutil
-import tomllib
 from pathlib import Path
 
 import nox
@@ -18,6 +16,7 @@ TESTS = [
     f"tests/test_{name}.py"
     for name in ("compat", "world", "ddp", "hooks", "zero", "pipeline_training", "checkpoint", "trainer", "detectors")
 ]
+LOWEST = Path(".nox", "lowest.txt")  # the lowest versions of the direct dependencies that fit together
 # By name: the version of Python, and where the versions of the packages come from. "pinned" is constraints.txt; with a
 # version of torch, constraints.txt applies to all other packages.
 CELLS = {
@@ -44,6 +43,11 @@ def cell(session: nox.Session, name: str) -> None:
     python = str(environment / "bin" / "python")
     try:
         session.run(interpreter, "-m", "venv", "--clear", str(environment))
+        if packages == "lowest":
+            session.run(python, "-m", "pip", "install", "--quiet", "uv")
+            uv = [str(environment / "bin" / "uv"), "pip", "compile", "--quiet", "--resolution=lowest-direct"]
+            extras = [f"--extra={extra}" for extra in EXTRAS]
+            session.run(*uv, "pyproject.toml", *extras, f"--python={python}", f"--output-file={LOWEST}")
         session.run(python, "-m", "pip", "install", "--quiet", *_requirements(packages))
         session.run(python, "-m", "pip", "list", "--format=freeze")
         session.run(python, "-m", "pytest", "-q", "-p", "no:cacheprovider", *TESTS, *session.posargs)
@@ -58,17 +62,10 @@ def _requirements(versions: str) -> list[str]:
     if versions == "newest":
         return ["--upgrade", *package]
     if versions == "lowest":
-        return [*package, *_lowest()]
+        return [*package, "--constraint", str(LOWEST)]
     if versions == "pinned":
         return [*package, "--constraint", "constraints.txt"]
     others = Path(".nox", "constraints-without-torch.txt")
     pins = Path("constraints.txt").read_text(encoding="utf-8").splitlines()
     others.write_text("\n".join(pin for pin in pins if not pin.startswith("torch==")), encoding="utf-8")
     return [*package, f"torch=={versions}.*", "--constraint", str(others)]
-
-
-def _lowest() -> list[str]:
-    """Return the direct dependencies in their lowest versions."""
-    project = tomllib.loads(Path("pyproject.toml").read_text(encoding="utf-8"))["project"]
-    named = [*project["dependencies"], *(each for extra in EXTRAS for each in project["optional-dependencies"][extra])]
-    return [each.replace(">=", "==", 1) for each in named if re.match(r"[\w-]+>=", each)]
