@@ -90,7 +90,7 @@ def test_one_violated_requirement_is_reported(requirement: str) -> None:
 def test_the_report_says_if_there_was_no_small_disk() -> None:
     found = measure_chaos(0, fills=1, two_nodes=0, mount=_refused)
     assert found["attempts"]["limit"] == 1
-    assert found["full_disk"]["by"] == "a limit on the size of files"
+    assert found["full_disk"]["by"] == "a file size limit"
     assert found["full_disk"]["not_possible"] == "a full disk was not tested: not here"
     assert is_good(found)
 
