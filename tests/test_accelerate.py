@@ -227,7 +227,7 @@ def test_an_incompatible_accelerate_setup_is_rejected(found: tuple[Any, ...], sa
     ("variable", "value", "said"),
     [
         ("MIXED_PRECISION", "bf16", r"'accelerate launch --mixed_precision bf16'.* precision\.dtype"),
-        ("MIXED_PRECISION", "fp8", r"got 'fp8'"),
+        ("MIXED_PRECISION", "fp8", r"--mixed_precision fp8"),
         ("GRADIENT_ACCUMULATION_STEPS", "4", "--gradient_accumulation_steps .* set accumulation"),
         ("DYNAMO_BACKEND", "INDUCTOR", "--dynamo_backend .* compile=true with strategy=ddp"),
     ],

@@ -300,7 +300,7 @@ def test_rows_of_different_shapes_require_a_collate_fn(rows: list[Any], told: st
 
 def test_streamed_rows_of_different_lengths_require_a_collate_fn() -> None:
     source = make_source(FollowedText(), 4, World(), config=SourceConfig(kind="streamed"))
-    with pytest.raises(SourceError, match=r"^rank 0, places 0 to 3 of epoch 0: column 'input_ids' .* pass a coll"):
+    with pytest.raises(SourceError, match=r"^rank 0, positions 0 to 3 of epoch 0: column 'input_ids' .* pass a coll"):
         next(source)
 
 

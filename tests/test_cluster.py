@@ -170,7 +170,7 @@ def test_the_command_line_exits_with_code_2_if_unsupported(tmp_path: Path) -> No
     for option in ("rate", "delay"):
         done = command("cluster", "run", f"--{option}", "1", "--", "true", folder=tmp_path)
         assert done.returncode == 2
-        assert done.stderr.startswith(f"error: {option} must be a number with a unit")
+        assert done.stderr.startswith(f"error: '{option}' must be a number with a unit")
         assert done.stderr.count("\n") == 1
 
 

@@ -108,7 +108,7 @@ def test_neighboring_groups_are_compared_by_their_ratio() -> None:
     assert signed == "x=2 - x=1: 3 (67% interval 2 to 4)"
     assert differences([Group({"x": 1}, [1, 1]), Group({"x": 2}, [1, 1])])[0].endswith("identical values")
     assert "differences cannot be tested" in differences([Group({"x": 1}, [1]), Group({"x": 2}, [2])])[0]
-    assert "no spread" in differences([Group({"x": 1}, [1]), Group({"x": 2}, [2, 3])])[0]
+    assert "with only one value" in differences([Group({"x": 1}, [1]), Group({"x": 2}, [2, 3])])[0]
     assert differences([Group({"x": 1}, [1])]) == []
 
 

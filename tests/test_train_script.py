@@ -24,6 +24,7 @@ from unittest import mock
 
 import nbformat
 import psutil
+import pyarrow.parquet
 import pytest
 import safetensors.torch
 import torch
@@ -773,7 +774,7 @@ def test_running_notebook_06_again_keeps_the_readers_script(tmp_path, monkeypatc
     cells = [cell.source for cell in code_of(NOTEBOOKS / "06_plain_torch.ipynb")]
     [clears] = [cell for cell in cells if "rmtree" in cell]
     [writes_stub] = [cell for cell in cells if "NotImplementedError" in cell and "MINE" in cell]
-    names = {"Path": Path, "shutil": shutil, "NOTEBOOKS": NOTEBOOKS}
+    names = {"Path": Path, "shutil": shutil, "pyarrow": pyarrow, "NOTEBOOKS": NOTEBOOKS}
     exec(clears, names)
     exec(writes_stub, names)
     stub = names["MINE"].read_text()

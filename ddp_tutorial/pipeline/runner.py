@@ -186,6 +186,7 @@ class StageRunner:
 
     def _exchange(self, step: _Step, transfers: Sequence[Transfer]) -> None:
         """Issue one batch of sends and receives, without waiting for it."""
+        # Gloo reports a send as completed only after `wait`, so with gloo, sent tensors are kept until the step ends.
         step.sending = [(work, kept) for work, kept in step.sending if not work.is_completed()]
         transfers = [transfer for transfer in transfers if self._is_needed(step, transfer)]
         if not transfers:
