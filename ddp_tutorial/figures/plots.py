@@ -81,7 +81,7 @@ def loss_curves(runs: Mapping[str, Run], title: str = "Loss") -> Figure:
         eval_steps, eval_losses = run.series("eval_loss")
         axes.plot(eval_steps, eval_losses, "o", color=color, markersize=3 + width, markeredgecolor="white")
     axes.plot([], [], "o", color=FAINT, label="validation")
-    axes.set(title=title, xlabel="optimizer step", ylabel="loss")
+    axes.set(title=title, xlabel="optimizer step", ylabel="loss (training: moving average)")
     axes.legend()
     return figure
 
@@ -281,9 +281,9 @@ def intervals(
     axes.grid(visible=False, axis="y")
     axes.set(title=title, xlabel=xlabel)
     none: dict[str, Any] = {"xdata": [], "ydata": [], "linestyle": "none"}
-    keys = [Line2D(**none, **dot, label="measured"), Line2D([], [], color=SKY, linewidth=9, label=band)]
+    keys = [Line2D(**none, **dot, label="median"), Line2D([], [], color=SKY, linewidth=9, label=band)]
     if hollow:
-        keys.insert(1, Line2D(**none, **dot, markerfacecolor="white", label="measured, more ranks than cores"))
+        keys.insert(1, Line2D(**none, **dot, markerfacecolor="white", label="median, more ranks than cores"))
     if model:
         keys.append(Line2D(**none, **diamond, label="model"))
     figure.legend(handles=keys, ncols=len(keys), loc="outside lower center")

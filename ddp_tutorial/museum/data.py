@@ -281,7 +281,7 @@ SAMPLES = (
     Exhibit(
         "data",
         "`DistributedSampler` repeats samples until all ranks have the same number; the test loss counts them twice.",
-        "The third digit of the test loss depends on the number of ranks.",
+        "The test loss depends on the number of ranks.",
         evaluates_padding,
         evaluates_each_sample,
         ("one process",),
