@@ -1,4 +1,4 @@
-"""Start a job, inject a fault at a step, and read the log of all attempts, for notebook 12_fault_tolerance."""
+"""Start a job, inject a fault at a step, and read the log of all attempts, for notebooks 10 and 12."""
 
 import json
 import os
@@ -11,9 +11,7 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-import psutil
-
-Fault = tuple[str, int]  # "kill worker", "kill machine" or "time limit", and the step
+Fault = tuple[str, int]  # "kill worker" or "kill machine", and the step
 Row = dict[str, Any]  # pid, size, step, loss and time of one step, as rank 0 logged it
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run"]
 
@@ -74,7 +72,7 @@ def describe(attempts: Sequence[Sequence[Row]]) -> str:
     return "\n".join(lines)
 
 
-def inject(folder: Path, rank: int, size: int, step: int, signals: Sequence[int]) -> None:
+def inject(folder: Path, rank: int, size: int, step: int) -> None:
     """Delay a step, and inject each fault listed in the environment variable FAULTS once, on the last of several ranks.
 
     Args:
@@ -82,21 +80,13 @@ def inject(folder: Path, rank: int, size: int, step: int, signals: Sequence[int]
         rank: This rank.
         size: The world size. With one rank, steps take longer.
         step: The completed step.
-        signals: The signals that this rank has received.
     """
-    time.sleep(0.02 if size > 1 else 0.5)
+    time.sleep(0.01 if size > 1 else 0.5)
     for kind, at in json.loads(os.environ.get("FAULTS", "[]")):
         happened = folder / f"{kind} {at}"
         if size == 1 or rank < size - 1 or step < at or happened.exists():
             continue
         happened.touch()
-        if kind == "time limit":
-            agent = psutil.Process(os.getppid())
-            for process in [agent, *agent.children()]:  # signal all processes of the job step, as Slurm does
-                process.send_signal(signal.SIGUSR1)
-            while not signals:  # take no step until this rank has received the signal
-                time.sleep(0.01)
-            continue
         if kind == "kill machine":
             os.kill(os.getppid(), signal.SIGKILL)  # the agent
         os.kill(os.getpid(), signal.SIGKILL)
