@@ -492,6 +492,7 @@ class _Killer:
 def _train(rank: int, answer: Any, folder: Path, notes: Path, killer: _Killer) -> None:
     """Run one rank in one attempt. The rank loads a checkpoint, trains, saves after each step, and records notes."""
     dist.init_process_group("gloo", init_method=f"file://{notes}/store", rank=rank, world_size=_RANKS)
+    dist.barrier()  # if a rank exited earlier, gloo would print "connectFullMesh failed" on the other rank
     with killer:
         saver = answer(folder)
         found = saver.load()
