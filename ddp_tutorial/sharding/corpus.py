@@ -164,7 +164,7 @@ def _read_stories(argument: str) -> list[bytes]:
                 "corpus 'stories' requires the repository's folder data/stories. Without it, use 'stories:3000'."
             )
         tables = [pyarrow.parquet.read_table(path) for path in sorted(STORIES.glob("*.parquet"))]
-        return [story.encode() for table in tables for story in table["text"].to_pylist()]
+        return [text.encode() for table in tables for text in table["text"].to_pylist()]
     if not argument.isdecimal() or int(argument) == 0:
         raise ConfigError(f"the number of stories must be at least 1, as in 'stories:3000', got 'stories:{argument}'")
     return [story(number).encode() for number in range(int(argument))]
