@@ -1,7 +1,7 @@
 """Learn and practice PyTorch distributed data-parallel training with several processes, on any machine.
 
 This module exports the names that a training script needs. `__init__.pyi` lists these names. Each name is imported on
-first use. Therefore, a rank that only needs `launch` does not load plotting libraries. Commands that only read logs do
+first use. Therefore, a rank that needs only `launch` does not load plotting libraries. Commands that only read logs do
 not load torch.
 """
 
@@ -20,8 +20,8 @@ def load_ipython_extension(shell: Any) -> None:
     if version_info[0] < 9:
         version = ".".join(map(str, version_info[:3]))
         raise UsageError(
-            f"live ranks require IPython 9 or newer, got {version}. Run: pip install 'ipython>=9', and restart the "
-            "kernel"
+            f"live ranks require IPython 9 or newer, got {version}. Run pip install 'ipython>=9', then restart "
+            "the kernel"
         )
     from ddp_tutorial.live.magics import load
 

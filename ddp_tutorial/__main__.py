@@ -3,9 +3,9 @@
 The exit codes are:
 
     0     success
-    1     an error at run time
-    2     an error in the command or a config
-    75    a run was stopped before its last step (0 under torchrun, which would otherwise restart the run)
+    1     runtime error
+    2     error in the command or a config
+    75    run stopped before its last step (0 under torchrun, which would otherwise restart the run)
     130   interrupted
 """
 
@@ -27,8 +27,8 @@ def cli() -> None:
     """Learn and practice PyTorch distributed data-parallel training with several processes, on any machine.
 
     \b
-    Exit codes: 0 success; 1 an error at run time; 2 an error in the command or a config;
-    75 the run was stopped before its last step (0 under torchrun, which would restart the run);
+    Exit codes: 0 success; 1 runtime error; 2 error in the command or a config;
+    75 run stopped before its last step (0 under torchrun, which would otherwise restart the run);
     130 interrupted.
     """
 

@@ -1,8 +1,8 @@
 """Run collectives on tensors and on Python objects.
 
-Every rank must call each collective. The first argument is the `World`. A single process does not need a process group.
-If there are several ranks but no process group, a collective raises an error, because each rank would otherwise train a
-separate model.
+Every rank must call each collective. The first argument of a collective is the `World`. A single process does not need
+a process group. If there are several ranks but no process group, a collective raises an error, because each rank would
+otherwise train a separate model.
 """
 
 import hashlib
@@ -52,7 +52,7 @@ class Mean:
 
 
 def all_reduce_means(world: World, means: list[Mean]) -> list[float]:
-    """Return each mean over the samples of all ranks. Collective.
+    """Return each mean, computed over the samples of all ranks. Collective.
 
     One all-reduce computes all means. Every rank must pass the same number of means.
     """
@@ -78,7 +78,7 @@ def any_rank(world: World, flag: bool) -> bool:
 
 
 def all_gather(world: World, obj: T) -> list[T]:
-    """Return a list of all ranks' objects on every rank, in rank order. Collective.
+    """Gather one object from each rank, and return the list in rank order on every rank. Collective.
 
     Use this function for small picklable objects, not for tensors.
     """
@@ -91,7 +91,7 @@ def all_gather(world: World, obj: T) -> list[T]:
 
 
 def to_rank_zero(world: World, obj: T) -> list[T]:
-    """Gather one object from each rank on rank 0, in rank order. Collective.
+    """On rank 0, return a list of one object from each rank, in rank order. Collective.
 
     On the other ranks, the function returns an empty list. The objects must be picklable. Each object is padded to the
     size of the largest object.
@@ -228,7 +228,7 @@ def assert_same(world: World, tensors: Mapping[str, torch.Tensor], what: str = "
         what: The noun for a tensor in the error message, such as "weight".
 
     Raises:
-        RuntimeError: If a tensor differs.
+        RuntimeError: If the tensors or their order differ between ranks.
         ValueError: If `tensors` is empty, because the check would then always pass.
     """
     digests = all_gather(world, {name: digest({name: tensor}) for name, tensor in tensors.items()})
@@ -238,7 +238,7 @@ def assert_same(world: World, tensors: Mapping[str, torch.Tensor], what: str = "
         return
     if found := first_difference(digests):
         raise RuntimeError(f"{what} {found[0]!r} is not the same on all ranks: {found[1]}")
-    raise RuntimeError(f"the {what}s are in a different order on some ranks")
+    raise RuntimeError(f"the order of the {what}s is not the same on all ranks")
 
 
 def first_difference(of_ranks: Sequence[Mapping[str, object]], first: int = 0) -> tuple[str, str] | None:
@@ -246,12 +246,13 @@ def first_difference(of_ranks: Sequence[Mapping[str, object]], first: int = 0) -
 
     Args:
         of_ranks: Each rank's values, by name.
-        first: The rank of the first element of `of_ranks`.
+        first: The rank of `of_ranks[0]`.
     """
     for name in dict.fromkeys(name for each in of_ranks for name in each):
         others = [rank for rank, each in enumerate(of_ranks, first) if each.get(name) != of_ranks[0].get(name)]
         if others:
-            return name, f"rank {', '.join(map(str, others))} differs from rank {first}"
+            listed = ", ".join(map(str, others))
+            return name, f"{f'ranks {listed} differ' if others[1:] else f'rank {listed} differs'} from rank {first}"
     return None
 
 

@@ -69,7 +69,7 @@ __all__ = [
 
 
 def current_backward() -> int | None:
-    """Return the ID of the backward pass that autograd is running in this thread, or None.
+    """Return the ID of the backward pass that autograd is running in this thread, or None outside a backward pass.
 
     Each backward pass receives a different ID, even if reentrant activation checkpointing runs one pass inside another.
 
@@ -140,7 +140,7 @@ def storage_id(tensor: torch.Tensor) -> int:
 
 
 def argument_names(operator: Any) -> list[str]:
-    """Return the names of an operator's arguments. A dispatch mode receives such an operator as `func`.
+    """Return the names of an operator's arguments. A dispatch mode receives the operator as its argument `func`.
 
     The schema of an operator is not public. Fallback: parse `str(operator)`.
     """
@@ -235,11 +235,11 @@ def flight_record(*, entries: bool = True, stacks: bool = True) -> dict[str, Any
     return an empty dict, and omit collectives from hang reports.
 
     Args:
-        entries: Whether to include the most recent collectives, under "entries".
+        entries: Whether to include the most recent collectives, under the key "entries".
         stacks: Whether to include the Python stack of each collective.
 
     Returns:
-        The content of the file, as a dict. "pg_status" contains the last collective of each process group.
+        The record as a dict. "pg_status" contains the last collective of each process group.
     """
     name = "_dump_nccl_trace" if dist.get_backend() == "nccl" else "_dump_fr_trace"
     dump = getattr(torch._C._distributed_c10d, name)
@@ -275,8 +275,8 @@ def stop_forkserver() -> None:
 def hidden_worker_info() -> Iterator[None]:
     """Make `torch.utils.data.get_worker_info` return None inside the block.
 
-    Datasets that call this function, such as Hugging Face datasets, would otherwise split the rows among the workers a
-    second time. `get_worker_info` is public, but no public function resets the worker info. Fallback: require
+    Datasets that call `get_worker_info`, such as Hugging Face datasets, would otherwise split the rows among the
+    workers a second time. The function is public, but no public function resets the worker info. Fallback: require
     `num_workers=0`.
     """
     module = torch.utils.data._utils.worker

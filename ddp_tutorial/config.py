@@ -6,8 +6,8 @@
 
     config = load("my.yaml", TaskConfig, overrides=["model.layers=4"])
 
-The file overrides the file that `extends` specifies, and `overrides` override both files. Loading never executes code:
-YAML is read with the safe loader, and only the fields that the class declares are accepted.
+A file takes precedence over the file that it extends, and `overrides` take precedence over both files. Loading never
+executes code, because YAML is read with a safe loader. Only the fields that the class declares are accepted.
 """
 
 import difflib
@@ -93,8 +93,8 @@ def load(source: str | Path, cls: type[SomeConfig], overrides: Iterable[str] = (
         overrides: Settings of the form `key=value`.
 
     Raises:
-        ConfigError: If a file is missing or malformed, `extends` is circular, an override does not have the form
-            `key=value`, a key is unknown, or a value is invalid.
+        ConfigError: If a file is missing or malformed, `extends` is circular, an override is not of the form
+            `key=value`, or a setting is unknown or invalid.
     """
     return _validated(cls, layers(source, overrides))
 
@@ -196,7 +196,7 @@ def _overlap(one: str, other: str) -> bool:
 
 
 def merge(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
-    """Return `below`, overridden by `above`. Mappings are merged key by key, and other values are replaced."""
+    """Return `below` with overrides from `above`. Nested mappings are merged key by key; other values are replaced."""
     merged = dict(below)
     for key, value in above.items():
         old = merged.get(key)
@@ -225,10 +225,10 @@ def find_config(source: str | Path) -> Path:
     if named.is_file():
         return named
     if path.is_dir():
-        raise ConfigError(f"config {str(source)!r} must be a YAML file, but is a folder")
+        raise ConfigError(f"config {str(source)!r} must be a YAML file, got a folder")
     if path.suffix in {".yaml", ".yml"} or len(path.parts) > 1:
         raise ConfigError(f"config file {str(source)!r} does not exist (looked in {Path.cwd().name}/)")
-    raise ConfigError(f"no config is called {str(source)!r}.{did_you_mean(str(source), config_names())}")
+    raise ConfigError(f"there is no config named {str(source)!r}.{did_you_mean(str(source), config_names())}")
 
 
 def did_you_mean(name: str, known: Sequence[str]) -> str:
@@ -240,8 +240,8 @@ def did_you_mean(name: str, known: Sequence[str]) -> str:
 class _Loader(yaml.SafeLoader):
     """A safe YAML loader that implements two rules from YAML 1.2.
 
-    The loader parses 1e-3 as a number, whereas YAML 1.1 requires 1.0e-3 and parses 1e-3 as a string. It parses 1:30:00
-    as text, whereas YAML 1.1 parses it as 5400.
+    The loader parses 1e-3 as a number, whereas YAML 1.1 requires 1.0e-3 and parses 1e-3 as a string. The loader parses
+    1:30:00 as a string, whereas YAML 1.1 parses this value as the integer 5400.
     """
 
     yaml_implicit_resolvers = {  # noqa: RUF012  as in the base class
@@ -279,7 +279,7 @@ def parse_yaml(text: str, origin: str) -> Any:
 
 
 def _read(path: Path, seen: tuple[Path, ...]) -> list[tuple[Path, dict[str, Any]]]:
-    """Return the settings of each file in the chain of `extends`, from the base config to `path`."""
+    """Return the settings of each file in the `extends` chain, from the base config to `path`."""
     if path.resolve() in seen:
         circle = " -> ".join(each.name for each in (*seen, path.resolve()))
         raise ConfigError(f"'extends' is circular: {circle}. Remove 'extends' from one of these files.")

@@ -14,7 +14,7 @@ from ddp_tutorial.config import ConfigError
 
 
 def cores() -> int:
-    """Return the number of CPU cores that this process may use. In a container, the machine may have more cores."""
+    """Return the number of CPU cores that this process may use. A container may have fewer cores than the machine."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
@@ -28,7 +28,7 @@ def memory() -> int:
 
 
 def describe_environment() -> dict[str, Any]:
-    """Return a JSON-compatible description of hardware and software, to check whether measurements are comparable."""
+    """Return JSON-compatible hardware and software details, for checking whether measurements are comparable."""
     return {
         "python": platform.python_version(),
         "torch": torch.__version__,

@@ -32,9 +32,8 @@ LOG = logging.getLogger(__name__)
 def _find_runs() -> Path:
     """Return the folder that contains all runs.
 
-    If the working directory is read-only, the folder is in the home directory, and the function prints a message. In
-    this case, the function also changes the working directory of a notebook's kernel, because some cells write directly
-    to `runs/...`.
+    If the working directory is read-only, the function prints a message and uses a folder in the home directory. In a
+    notebook kernel, the function also changes the working directory, because some cells write directly to `runs/...`.
     """
     named = os.environ.get("DDP_TUTORIAL_RUNS")
     elsewhere = Path.home() / "ddp_tutorial"
@@ -66,7 +65,7 @@ _observers: tuple[DiskObserver, ...] = ()
 
 @contextmanager
 def observe_disk(observer: DiskObserver) -> Iterator[None]:
-    """Call `observer(operation, path)` before each durable file operation in the block, in any thread of this process.
+    """Call `observer(operation, path)` before each durable file operation that any thread performs inside the block.
 
     For a rename, `path` is the new name. The observer may raise `OSError` to simulate a failing disk, or terminate the
     process.
@@ -86,10 +85,10 @@ def notify_observers(operation: Operation, path: Path) -> None:
 
 
 def temporary_path(path: Path) -> Path:
-    """Return a path next to `path`, with a random name, for a file that is incomplete or about to be deleted.
+    """Return a randomly named path next to `path` for a file that is incomplete or about to be deleted.
 
-    A process ID would not be unique. In a container, a restarted process often has the same ID, and would find the
-    previous process's files.
+    A name with the process ID would not be unique. In a container, a restarted process often has the same ID as the
+    previous process, and would find that process's files.
     """
     return path.with_name(f".{path.name.lstrip('.')}.{secrets.token_hex(4)}.part")
 
@@ -129,7 +128,7 @@ def write_json(path: Path, content: Any) -> None:
 
 
 def without_nan(record: Mapping[str, Any]) -> dict[str, Any]:
-    """Replace NaN and infinity, which JSON does not support, with None. A plot shows None as a gap."""
+    """Return a copy with None in place of NaN and infinity, which JSON does not support. Plots show None as a gap."""
     return {
         key: None if isinstance(value, float) and not math.isfinite(value) else value for key, value in record.items()
     }
@@ -142,7 +141,7 @@ def directory_written_atomically(path: Path) -> Iterator[Path]:
     If the block raises an exception, the temporary folder is removed.
 
     Raises:
-        FileExistsError: If `path` exists.
+        FileExistsError: If `path` already exists.
     """
     if path.exists():
         raise FileExistsError(f"{path} already exists")
@@ -198,13 +197,13 @@ def sync(path: Path) -> None:
 
 
 def build_once(folder: Path, fill: Callable[[Path], object]) -> None:
-    """Create `folder` with `fill`, unless `folder` exists. Several processes may call this function at the same time.
+    """Call `fill` to create `folder` if it does not exist. Several processes may call this function at the same time.
 
     The first process to finish creates the folder for all processes.
 
     Args:
         folder: The folder to create.
-        fill: A function that writes the files into the temporary folder that it receives.
+        fill: A function that writes the files into the temporary folder that is its argument.
     """
     if folder.exists():
         return
@@ -264,16 +263,16 @@ def remove(path: Path) -> None:
 
 
 def remove_temporary(folder: Path, name: str) -> None:
-    """Remove the temporary files that killed processes left for `folder/name`. `name` may contain wildcards.
+    """Remove temporary files for `folder/name` that remain after a process was killed. `name` may contain wildcards.
 
-    Lock the folder first, so that no other process is writing to these files.
+    Lock the folder first, so that no other process writes to these files.
     """
     for path in folder.glob(f".{name}.*.part"):
         remove(path)
 
 
 def new_directory(parent: Path, name: str, mode: int = 0o777) -> Path:
-    """Create and return `parent/name`, or `name-2`, `name-3`, and so on if the name exists.
+    """Create and return `parent/name`. If this name exists, use `name-2`, `name-3`, and so on.
 
     If two processes call this function at the same time, each process creates its own folder.
 
@@ -319,16 +318,16 @@ class _Owner(NamedTuple):
 def locked(folder: Path) -> Iterator[None]:
     """Lock `folder` until the block ends, or until this process exits or is killed.
 
-    The lock is a file in `folder` that is removed when the block ends. Two mechanisms exclude other processes:
+    The lock is a file in `folder`, and is removed when the block ends. Two mechanisms exclude other processes:
 
-    - The kernel's lock on this file. NFS and Lustre may enforce this lock on one host only, and some file systems do
-      not support it.
+    - The kernel's lock on this file. NFS and Lustre may enforce this lock only within one host, and some file systems
+      do not support it.
     - The owner that is stored in the file. On the same machine, the owner is valid as long as its process runs. On a
-      different machine, the owner is valid as long as it touches the file, which it does every 5 seconds. Therefore, if
-      a run is killed on one machine, a different machine waits 15 seconds before it resumes the run.
+      different machine, the owner is valid as long as its process touches the file every 5 seconds. Therefore, if a run
+      is killed on one machine, a different machine can resume the run only after 15 seconds.
 
-    The second mechanism has limits. If two machines acquire the lock at the same instant, both may succeed. An owner
-    that is suspended for 15 seconds loses the lock.
+    The second mechanism has limits. If processes on two machines lock the folder at the same instant, both may succeed.
+    An owner that is suspended for 15 seconds loses the lock.
 
     Raises:
         FolderInUseError: If a different process has locked the folder.
@@ -353,8 +352,8 @@ def locked(folder: Path) -> Iterator[None]:
 def is_locked(folder: Path) -> bool:
     """Return whether a process has locked `folder`, without waiting for the lock.
 
-    The function holds the kernel's lock briefly, and `locked` waits until the lock is released. The machines' clocks
-    must differ by less than a minute.
+    The function briefly holds the kernel's lock, so a concurrent call to `locked` waits for a moment. The machines'
+    clocks must differ by less than a minute.
     """
     try:
         fd = os.open(folder / _LOCK, os.O_RDONLY)
@@ -408,7 +407,7 @@ def _flock(fd: int, kind: int) -> bool:
 
 
 def _is_at(fd: int, path: Path) -> bool:
-    """Return whether `path` still refers to the open file."""
+    """Return whether `path` still refers to the open file `fd`."""
     try:
         return os.path.samestat(os.fstat(fd), path.stat())
     except FileNotFoundError:
@@ -416,7 +415,7 @@ def _is_at(fd: int, path: Path) -> bool:
 
 
 def _in_use(path: Path) -> FolderInUseError:
-    return FolderInUseError(f"{path.parent} is in use by another run. Wait until that run exits, or use another name.")
+    return FolderInUseError(f"{path.parent} is in use by another run. Wait until it exits, or use a different name.")
 
 
 def _machine() -> str:

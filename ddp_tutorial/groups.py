@@ -13,7 +13,7 @@ def group_of(groups: Sequence[Sequence[int]], world: World, purpose: str = "mesh
     """Return this rank's process group among `groups`, or None if no group contains this rank. Collective.
 
     Every rank of the world must pass the complete list of groups. Two calls with the same groups and purpose return the
-    same group. Choose a different purpose for collectives that may start in a different order on each rank.
+    same group. Use different purposes for collectives whose relative order may differ between ranks.
     """
     require_group(world)
     mine = None

@@ -1,7 +1,7 @@
-"""Select the network interface between hosts, and detect hosts that no longer respond.
+"""Select the network interface for communication between hosts, and detect hosts that no longer respond.
 
-A single host does not need this module. On several hosts, gloo by default uses the address that the host's own name
-resolves to. On many systems, this is a loopback address (127.0.1.1), which other hosts cannot reach.
+This module is not needed on a single host. By default, gloo uses the address to which the host's own name resolves. On
+many systems, this is a loopback address (127.0.1.1), which other hosts cannot reach.
 """
 
 import os
@@ -41,8 +41,8 @@ def interface_to(address: str) -> str | None:
         address: A host name or an IP address.
 
     Returns:
-        The interface name, or None if the name is unknown or `address` is a loopback address. With a loopback address,
-        all ranks are on this host.
+        The interface name, or None if it cannot be determined or `address` is a loopback address. With a loopback
+        address, all ranks are on this host.
     """
     if address in {"", "localhost", "::1"} or address.startswith("127."):
         return None
@@ -63,7 +63,7 @@ def interface_to(address: str) -> str | None:
 
 
 def choose_interface(rendezvous_address: str) -> None:
-    """Set GLOO_SOCKET_IFNAME to the interface that reaches `rendezvous_address`, unless the variable is already set.
+    """Set GLOO_SOCKET_IFNAME to the interface that routes to `rendezvous_address`, unless the variable is already set.
 
     Raises:
         ConfigError: If the variable is already set to an interface that does not exist on this host.
@@ -77,7 +77,7 @@ def choose_interface(rendezvous_address: str) -> None:
     if missing := [name for name in wanted.split(",") if name not in known]:
         here = socket.gethostname()
         raise ConfigError(
-            f"{GLOO_INTERFACE}={wanted}: {here} has no interface {missing[0]!r}. Its interfaces: {', '.join(known)}"
+            f"{GLOO_INTERFACE}={wanted}: {here} has no interface {missing[0]!r}. Its interfaces are {', '.join(known)}"
         )
 
 
@@ -89,7 +89,7 @@ def peers(rank: int, size: int) -> list[Peer]:
 
 
 def own_address() -> str:
-    """Return the address of the interface in GLOO_SOCKET_IFNAME, or this host's name if there is no such address."""
+    """Return the address of the interface that GLOO_SOCKET_IFNAME specifies, or this host's name if there is none."""
     name = os.environ.get(GLOO_INTERFACE, "").partition(",")[0]
     found = [each.address for each in psutil.net_if_addrs().get(name, []) if each.family == socket.AF_INET]
     return found[0] if found else socket.gethostname()
@@ -104,7 +104,7 @@ def raise_if_lost(error: BaseException, peers: Sequence[Peer], rank: int) -> Non
         rank: The rank of this process.
 
     Raises:
-        LostHostError: If `error` is a timeout or a lost connection.
+        LostHostError: If `error` indicates a timeout or a lost connection.
     """
     message = str(error).lower()
     if peers and isinstance(error, RuntimeError) and any(word in message for word in _LOST):
@@ -143,7 +143,7 @@ def _describe(host: str, peers: Iterable[Peer]) -> str:
 
 
 def _responds(address: str) -> bool:
-    """Return whether the host responds. A refused connection is a response."""
+    """Return whether the host responds. A refused connection counts as a response."""
     try:
         socket.create_connection((address, _PROBE_PORT), _PROBE_SECONDS).close()
     except ConnectionRefusedError:

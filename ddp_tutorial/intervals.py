@@ -44,7 +44,7 @@ def _epochs(text: str) -> float:
 
 
 def steps_between(name: str, interval: Interval, steps_per_epoch: float | None) -> float:
-    """Return the number of steps in an interval. The number may be a fraction.
+    """Return the number of steps in an interval. The number may be fractional.
 
     Raises:
         ConfigError: If the interval is in epochs, and the length of an epoch is unknown.
@@ -53,19 +53,19 @@ def steps_between(name: str, interval: Interval, steps_per_epoch: float | None) 
         return interval
     if steps_per_epoch is None:
         raise ConfigError(
-            f"'{name}' = {interval!r} requires data of known length, but the length of a stream is unknown; set "
-            f"'{name}' to a number of steps"
+            f"'{name}' must be a number of steps for a stream, got {interval!r}. The length of a stream, and therefore "
+            "of an epoch, is unknown"
         )
     return _epochs(interval) * steps_per_epoch
 
 
 def is_due(step: int, every: float) -> bool:
-    """Return whether an interval of `every` steps ends at `step`. `every=0` disables the action."""
+    """Return whether an interval of `every` steps ends at `step`. If `every` is 0, the result is False."""
     return bool(every) and _ended(step, every) > _ended(step - 1, every)
 
 
 def times_due(steps: int, every: float) -> int:
-    """Return how many times an action runs in `steps` steps, if it also runs after the last step."""
+    """Return how often an action runs in `steps` steps if it runs every `every` steps and after the last step."""
     return _ended(steps, every) + (not is_due(steps, every)) if every else 0
 
 

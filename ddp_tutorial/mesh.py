@@ -5,9 +5,9 @@ The ranks in a row share one replica of the model. The ranks in a column store t
     replicate 2 x shard 3       row 0:  ranks 0 1 2      a replica of the model, one third on each rank
                                 row 1:  ranks 3 4 5      a replica of the model, sharded in the same way
 
-The ranks in a row are consecutive. If each machine has the same number of ranks as a row, the communication within a
-row stays on one machine. Gradients are reduced over a column (ranks 0 and 3). With `pipeline` instead of `shard`, each
-rank stores pipeline stages instead of a shard.
+The ranks in a row are consecutive. If the number of ranks per machine equals the row length, the communication within a
+row stays on one machine. Gradients are reduced within a column (such as ranks 0 and 3). With `pipeline`, each rank
+stores pipeline stages instead of a shard.
 """
 
 from typing import Literal, NamedTuple
@@ -59,7 +59,7 @@ def make_mesh(config: MeshConfig, world_size: int, along: Along) -> Mesh:
     Args:
         config: The number of replicas, and the number of ranks that share a replica.
         world_size: The number of ranks.
-        along: The dimension that splits a replica, "shard" or "pipeline".
+        along: The dimension along which a replica is split, "shard" or "pipeline".
 
     Raises:
         ConfigError: If the mesh does not contain exactly `world_size` ranks.
@@ -75,7 +75,7 @@ def make_mesh(config: MeshConfig, world_size: int, along: Along) -> Mesh:
         whole = "" if config.replicate and span else "a multiple of "
         wanted = (config.replicate or 1) * (span or 1)
         raise ConfigError(
-            f"the mesh {sizes} requires {whole}{wanted} ranks, got {world_size}: start a matching number of ranks, "
-            "or change 'mesh'"
+            f"the number of ranks must be {whole}{wanted} for mesh {sizes}, got {world_size}: start a matching number "
+            "of ranks, or change 'mesh'"
         )
     return mesh

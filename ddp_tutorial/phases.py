@@ -82,7 +82,7 @@ class _Phase(AbstractContextManager[None]):
 
 @contextmanager
 def observe(observer: SomeObserver) -> Iterator[SomeObserver]:
-    """Call `observer` with an event at the start and end of every phase of this process, until the block ends."""
+    """Call `observer` with an event at the start and end of every phase of this process, until the block exits."""
     global _observers
     _observers = (*_observers, observer)
     try:
@@ -102,11 +102,11 @@ def _notify(name: str, *, entered: bool) -> None:
 class Stopwatch:
     """An observer that sums the seconds spent in each phase. A nested phase also counts toward the outer phase.
 
-    Phases in different threads may overlap, for example while threads write checkpoint files. The times of all threads
-    are summed.
+    Phases in different threads may overlap, for example while threads write checkpoint files. The durations in all
+    threads are summed.
 
-    On a GPU, the stopwatch measures the execution time between two events in the CUDA stream. The time of the Python
-    code would not be meaningful, because Python only launches kernels.
+    On a GPU, the stopwatch measures the execution time between two events in the CUDA stream. The Python execution time
+    would not be meaningful, because Python only launches kernels.
     """
 
     def __init__(self, device: torch.device | None = None) -> None:

@@ -10,10 +10,10 @@ from numpy.random.mtrand import get_bit_generator, set_bit_generator
 
 
 def seed_of(*entropy: int) -> int:
-    """Return a 32-bit seed derived from any number of integers. The seeds of (1, 0) and (0, 1) are unrelated.
+    """Return a 32-bit seed derived from any number of integers. The seeds for (1, 0) and (0, 1) are unrelated.
 
-    Do not use sums such as seed + rank. With these sums, rank 1 with seed 0 would draw the same numbers as rank 0 with
-    seed 1.
+    Do not use sums such as seed + rank. Otherwise, rank 1 with seed 0 would draw the same numbers as rank 0 with seed
+    1.
     """
     return int(np.random.SeedSequence(entropy).generate_state(1)[0])
 
@@ -40,7 +40,7 @@ def reseed(*entropy: int, device: torch.device | None = None) -> None:
 
 @contextmanager
 def preserved_rng(device: torch.device | None = None) -> Iterator[None]:
-    """Restore the generators of Python, NumPy, and torch after the block.
+    """Restore the random number generators of Python, NumPy, and torch after the block.
 
     If `device` is a GPU, its generator is also restored.
     """

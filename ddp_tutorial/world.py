@@ -1,7 +1,7 @@
 """Describe a rank with a frozen `World`, and create its process group.
 
 Environment variables identify the launcher, which is torchrun, `launch`, or Slurm's `srun`. `launch` sets the same
-variables as torchrun. Without a launcher, there is one process. A pure function reads the variables, so the tests do
+variables as torchrun. Without a launcher, the world has one rank. A pure function reads the variables, so the tests do
 not require a cluster.
 """
 
@@ -44,7 +44,7 @@ class World:
         timeout: The timeout of a collective.
 
     Raises:
-        ConfigError: If a rank is out of range, or if the backend is NCCL on a CPU.
+        ConfigError: If a rank is out of range, or if the backend is unknown or does not support the device.
     """
 
     rank: int = 0
@@ -126,7 +126,7 @@ def choose_device(
 
     Args:
         device: "auto", "cpu", or "cuda".
-        local_rank: The rank on this machine.
+        local_rank: The rank among the processes on this machine.
         local_size: The number of ranks on this machine.
         gpus: The number of GPUs visible to this process. By default, the visible GPUs are counted.
         backend: "auto", "gloo", or "nccl".
@@ -154,13 +154,13 @@ def choose_device(
 
 
 def choose_backend(backend: str, device: torch.device) -> str:
-    """Return the process group backend for ranks on devices of the same type as `device`.
+    """Return the process group backend for ranks on this type of device.
 
     Raises:
         ConfigError: If `backend` is unknown, or if it is "nccl" and the device is a CPU.
     """
     if backend not in {"auto", "gloo", "nccl"}:
-        reason = ": PyTorch's published packages are built without MPI" if backend == "mpi" else ""
+        reason = ", which PyTorch's prebuilt packages do not support" if backend == "mpi" else ""
         raise ConfigError(f"backend must be 'auto', 'gloo' or 'nccl', got {backend!r}{reason}")
     if backend == "nccl" and device.type != "cuda":
         raise ConfigError("backend='nccl' requires GPUs, but these ranks are on CPUs. Use backend='gloo' or 'auto'.")
@@ -171,7 +171,7 @@ def choose_backend(backend: str, device: torch.device) -> str:
 
 @contextmanager
 def process_group(world: World) -> Iterator[World]:
-    """Create the process group of `world` for the duration of the block. Collective. A single process needs no group.
+    """Create the process group of `world` for the duration of the block. Collective. A single rank needs no group.
 
     If a process group already exists, as in a Ray Train worker, the block uses it. The block does not
     change the group's timeout, and the code that created the group must destroy it.
@@ -180,8 +180,8 @@ def process_group(world: World) -> Iterator[World]:
     a different interface.
 
     In torch 2.13, the first `import torch._dynamo` in a process keeps the current group alive. As a result, gloo's
-    threads keep running after the block. DistributedDataParallel, for example, triggers this import. To avoid this,
-    import the module before the block.
+    threads keep running after the block. DistributedDataParallel, for example, triggers this import. To avoid this
+    problem, import `torch._dynamo` before the block.
 
     Raises:
         RuntimeError: If the existing group has a different size or rank.
@@ -237,7 +237,7 @@ def _require_same(world: World) -> None:
     require_group(world)
     if dist.get_rank() != world.rank:
         raise RuntimeError(
-            f"this process is rank {world.rank}, but rank {dist.get_rank()} in the existing process group. "
+            f"the World specifies rank {world.rank}, but the rank in the existing process group is {dist.get_rank()}. "
             "Use the World from launch(...) or World.detect()."
         )
     if dist.get_backend() != world.backend:
@@ -248,14 +248,14 @@ def _require_same(world: World) -> None:
 
 
 def _meeting_place(world: World) -> str:
-    """Return the host of rank 0, which is the address of the rendezvous."""
+    """Return the address of rank 0's host, where the ranks rendezvous."""
     if world.init_method.startswith(("tcp://", "slurm://")):
         return urlsplit(world.init_method).hostname or ""
     return os.environ.get("MASTER_ADDR", "")
 
 
 def agent_store(timeout: timedelta) -> dist.Store:
-    """Return the store of torchrun's agent. The agent's ranks use this store as their rendezvous."""
+    """Return the store of torchrun's agent. The agent's ranks use this store for their rendezvous."""
     return dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False, timeout=timeout)
 
 
@@ -310,9 +310,9 @@ def abandon_group(world: World) -> None:
 
 
 def require_group(world: World) -> None:
-    """Raise an error if `world` contains several ranks but no process group of that size exists.
+    """Raise an error if `world` contains several ranks but there is no process group of the same size.
 
-    Otherwise, the ranks would train separate models.
+    Without the group, the ranks would train separate models.
 
     Raises:
         RuntimeError: If there is no process group, or if its size differs.

@@ -175,14 +175,17 @@ def test_a_dry_run_reports_the_same_plan_as_for_ddp() -> None:
     [
         (
             {"ddp": {"variant": "bucket"}},
-            "'ddp.variant' is an option of strategies ddp and zero1; strategy accelerate",
+            "'ddp.variant' requires strategy=ddp or strategy=zero1, got strategy=accelerate",
         ),
-        ({"ddp": {"hook": "fp16"}}, "'ddp.hook' is an option of strategies ddp and zero1"),
-        ({"ddp": {"simulated_link": {}}}, "'ddp.simulated_link' is an option"),
-        ({"oom_skips": 1}, "'oom_skips' is an option of strategy ddp, not of accelerate"),
-        ({"mesh": {"shard": 2}}, "'mesh.shard' is an option of .*, not of accelerate"),
-        ({"local": {"round": 4}}, "'local.round' is an option of strategy local_sgd and post_local_sgd"),
-        ({"pipeline": {"per_rank": 2}}, "'pipeline.per_rank' is an option of strategy pipeline, not of accelerate"),
+        ({"ddp": {"hook": "fp16"}}, "'ddp.hook' requires strategy=ddp or strategy=zero1, got strategy=accelerate"),
+        (
+            {"ddp": {"simulated_link": {}}},
+            "'ddp.simulated_link' requires strategy=ddp or strategy=zero1, got strategy=accelerate",
+        ),
+        ({"oom_skips": 1}, "'oom_skips' requires strategy=ddp, got strategy=accelerate"),
+        ({"mesh": {"shard": 2}}, "'mesh.shard' requires .*, got strategy=accelerate"),
+        ({"local": {"round": 4}}, "'local.round' requires strategy=local_sgd, post_local_sgd or"),
+        ({"pipeline": {"per_rank": 2}}, "'pipeline.per_rank' requires strategy=pipeline, got strategy=accelerate"),
     ],
 )
 def test_an_option_that_accelerate_lacks_is_rejected_in_one_line(values: dict[str, Any], said: str) -> None:
@@ -207,10 +210,10 @@ def test_a_missing_package_is_reported_with_the_install_command(workdir: Path, m
     [
         (
             ("FSDP", 1, 2, "cpu"),
-            "set up as MULTI_CPU for rank 1 of 2 on cpu, got FSDP for rank 1 of 2 on cpu",
+            "type MULTI_CPU, rank 1 of 2 and device cpu, got distributed type FSDP, rank 1 of 2 and device cpu",
         ),
-        (("MULTI_CPU", 0, 1, "cpu"), "got MULTI_CPU for rank 0 of 1"),
-        (("MULTI_CPU", 1, 2, "cuda:0"), "got MULTI_CPU for rank 1 of 2 on cuda:0"),
+        (("MULTI_CPU", 0, 1, "cpu"), "got distributed type MULTI_CPU, rank 0 of 1"),
+        (("MULTI_CPU", 1, 2, "cuda:0"), "got distributed type MULTI_CPU, rank 1 of 2 and device cuda:0"),
     ],
 )
 def test_an_incompatible_accelerate_setup_is_rejected(found: tuple[Any, ...], said: str) -> None:

@@ -292,7 +292,7 @@ def test_ranks_may_have_different_numbers_of_micro_batches(size: int) -> None:
 @each_size
 def test_a_step_without_counted_elements_raises_on_all_ranks(size: int) -> None:
     for rank in ranks_of(size):
-        assert rank["nothing"].startswith("ValueError: the loss counted no elements on any rank")
+        assert rank["nothing"].startswith("ValueError: the loss function counted no elements on any rank")
 
 
 # ------------------------------------------------------------------------------ the same bits on 1, 2 and 4 ranks

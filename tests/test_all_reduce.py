@@ -307,9 +307,9 @@ def test_measurements_of_a_single_size_do_not_determine_a_link(
 @pytest.mark.parametrize(
     ("nbytes", "seconds", "said"),
     [
-        ([], [], r"from the measurements \(0 in total\)"),
-        ([0, 0], [1, 1], "cannot be determined from the measurements"),
-        ([10, 1000], [1.0, 0.5], "cannot be determined from the measurements"),  # the larger message was faster
+        ([], [], "cannot be determined from the 0 measurements"),
+        ([0, 0], [1, 1], "cannot be determined from the 2 measurements"),
+        ([10, 1000], [1.0, 0.5], "cannot be determined from the 2 measurements"),  # the larger message was faster
         ([10, 1000], [0.0, 1.0], "must be above zero"),
     ],
 )

@@ -183,7 +183,9 @@ def test_an_object_with_fetch_is_returned_unchanged() -> None:
     assert as_samples(blocks) is blocks
     rows = Rows([1, 2])
     assert as_samples(rows) is rows
-    with pytest.raises(ConfigError, match=r"TokenBlocks returns batches from fetch, so 'collate_fn' must be None"):
+    with pytest.raises(
+        ConfigError, match=r"the fetch method of .*TokenBlocks returns batches, so 'collate_fn' must be None"
+    ):
         as_samples(blocks, pad)
 
 
@@ -331,7 +333,7 @@ BAD_ROWS: dict[str, tuple[Any, Any, str]] = {
         "'x' with {n} rows, 'name' of type str, not a tensor",
     ),
     "unreadable": (Broken(), None, "row {first} cannot be read: KeyError: {first}"),
-    "collate_fn fails": (range(SAMPLES), fail, "collate_fn (fail) cannot combine {n} rows from {first} to "),
+    "collate_fn fails": (range(SAMPLES), fail, "collate_fn (fail) cannot combine {n} rows (indices {first} to "),
 }
 
 # ------------------------------------------------------------------------------------------------------ real ranks
@@ -536,7 +538,7 @@ def refused() -> list[dict[str, str]]:
         ("stream, dispatched, few", "'batch_size' must be at least 2 (one sample per stream), got 1"),
         (
             "stream, dispatched, pad",
-            "'source.remainder' must be carry for a stream, got pad: the length of a stream is unknown",
+            "'source.remainder' must be 'carry' for a stream, got 'pad'. A stream's length is unknown",
         ),
         ("no length", "NoLength must define __len__ and __getitem__. Define both, or read the dataset as a"),
         ("nothing", "a NoneType must define __len__"),
@@ -549,8 +551,8 @@ def refused() -> list[dict[str, str]]:
         ("list, streamed", "but a list supports indexing. Use source.kind=sharded."),
         ("datasets, streamed", "Use source.kind=sharded, or pass dataset.to_iterable_dataset()"),
         ("list, fast_stream", "source.kind=fast_stream requires Arrow files, got a list. Use source.kind=sharded"),
-        ("generator", "a generator can be iterated only once"),
-        ("nothing, streamed", "a NoneType cannot be iterated"),
+        ("generator", "a generator can be iterated over only once"),
+        ("nothing, streamed", "a dataset must define __iter__ or __getitem__, got NoneType"),
         ("blocks with collate_fn", "'collate_fn' must be None"),
         ("empty", "the dataset must contain at least 1 sample, got 0"),
         ("empty, dispatched", "the dataset must contain at least 1 sample, got 0"),

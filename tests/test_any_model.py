@@ -306,7 +306,7 @@ def test_the_best_model_and_early_stopping_use_a_custom_metric() -> None:
     assert float(((kept(x) > 0) == (y > 0)).float().mean()) == pytest.approx(accuracies[found])
     with pytest.raises(ConfigError, match=r"do not match the model: .* Missing key\(s\) in state_dict: \"bias\""):
         load(result.run, nn.Linear(1, 1), best=True)
-    with pytest.raises(ConfigError, match="was trained by a script"):
+    with pytest.raises(ConfigError, match="was started from a script, not from a config"):
         load(result.run)
 
 
@@ -376,16 +376,22 @@ def half_on_meta() -> nn.Module:
 
 
 BAD: dict[str, tuple[Callable[[World], Any], str]] = {
-    "a mean alone": (lambda world: start(world, mean_alone), "LossError: on rank 0, the loss must return a sum and"),
-    "a mean": (lambda world: start(world, mean_and_count), "LossError: the loss must be a sum, got a mean: "),
+    "a mean alone": (
+        lambda world: start(world, mean_alone),
+        "LossError: on rank 0, the loss function must return a sum and",
+    ),
+    "a mean": (lambda world: start(world, mean_and_count), "LossError: the loss must be a sum, got a mean ("),
     "no sum": (
         lambda world: start(world, no_sum),
-        "LossError: on rank 0, the first value that the loss returns must be",
+        "LossError: on rank 0, the loss function's first return value must be",
     ),
-    "nothing counted": (lambda world: start(world, counts_nothing), "ValueError: the loss counted no elements"),
+    "nothing counted": (
+        lambda world: start(world, counts_nothing),
+        "ValueError: the loss function counted no elements",
+    ),
     "other metrics": (
         lambda world: start(world, other_metrics),
-        "LossError: the loss must return the same names on all ranks, got [loss, of_rank_0] on rank 0",
+        "LossError: the loss function must return the same metrics on all ranks, got [loss, of_rank_0] on rank 0",
     ),
     "elsewhere": (lambda world: start(world, model=half_on_meta()), "ConfigError: the model's '1.weight' is on meta"),
     "frozen": (
@@ -404,7 +410,7 @@ BAD: dict[str, tuple[Callable[[World], Any], str]] = {
     **{
         f"past the wrapper, {name}": (
             lambda world, settings=settings: past_the_wrapper(world, **settings),
-            "LossError: the loss did not call the model that it received",
+            "LossError: the loss function did not call the model that it received",
         )
         for name, settings in {
             "zero1": {"strategy": "zero1"},
@@ -419,7 +425,7 @@ BAD: dict[str, tuple[Callable[[World], Any], str]] = {
         )
         for strategy in ("zero2", "zero3")
         for name, make, message in [
-            ("Adafactor", lambda m: torch.optim.Adafactor(m.parameters()), f"strategy {strategy} updates a flat shard"),
+            ("Adafactor", lambda m: torch.optim.Adafactor(m.parameters()), f"strategy={strategy} updates a flat shard"),
             ("LBFGS", lambda m: torch.optim.LBFGS(m.parameters()), "LBFGS requires a closure"),
         ]
     },
@@ -433,7 +439,7 @@ BAD: dict[str, tuple[Callable[[World], Any], str]] = {
         lambda world: Trainer(
             make_model(), make_source(dataset(), BATCH, world), squared_error, world, config_of(best_model=True)
         ),
-        "ConfigError: 'best_model', 'early_stopping' and 'target_loss' require evaluations; pass validation_data",
+        "ConfigError: 'best_model', 'early_stopping' and 'target_loss' require validation data; pass validation_data",
     ),
     "best of what": (
         lambda world: trainer_of(world, config_of(best_model=True, best={"metric": "acuracy"})).train(),

@@ -193,7 +193,7 @@ def test_a_sparse_gradient_is_rejected_by_name() -> None:
     table = nn.Embedding(4, 2, sparse=True)
     table(torch.tensor([1])).sum().backward()
     bucket = Bucket.of("b", [("table.weight", table.weight)])
-    with pytest.raises(ValueError, match=r"'table\.weight' has a sparse gradient.*sparse=False"):
+    with pytest.raises(ValueError, match=r"'table\.weight' must have a dense gradient.*sparse=False"):
         bucket.collect(0, 1)
 
 

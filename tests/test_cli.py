@@ -114,20 +114,23 @@ def assert_refused_in_one_line(done: subprocess.CompletedProcess[str], told: str
         (("train", "tiny", "corpus=stories:2", "batch_size=1000"), "too few for one batch of 1000"),
         (("train", "tiny", "batch_size=1"), "at most 1 ranks have samples. Use fewer ranks."),
         (("train", "tiny", "ddp.varant=flat"), "unknown key 'ddp.varant'. Did you mean 'variant'?"),
-        (("train", "tiny", "ddp.variant=flat", "ddp.hook=fp16"), "'hook' is an option of variant bucket or torch"),
+        (
+            ("train", "tiny", "ddp.variant=flat", "ddp.hook=fp16"),
+            "'hook' requires variant=bucket or variant=torch, got variant=flat",
+        ),
         (
             ("train", "tiny", "source.kind=streamed", "source.remainder=pad"),
-            "'source.remainder' must be carry for a stream",
+            "'source.remainder' must be 'carry' for a stream",
         ),
         (("train", "tiny", "corpus=parquet:gone"), "there is no file or folder 'gone'"),
-        (("train", "tiny", "--check", "strategy=zero2"), "must be ddp, invariant or accelerate, got zero2"),
-        (("train", "tiny", "--check", "strategy=diloco"), "must be ddp, invariant or accelerate, got diloco"),
-        (("train", "tiny", "strategy=local_sgd", "local.round=999"), "the first round must end within 'steps' = "),
+        (("train", "tiny", "--check", "strategy=zero2"), "must be 'ddp', 'invariant' or 'accelerate', got 'zero2'"),
+        (("train", "tiny", "--check", "strategy=diloco"), "must be 'ddp', 'invariant' or 'accelerate', got 'diloco'"),
+        (("train", "tiny", "strategy=local_sgd", "local.round=999"), "'local.round' must be at most 'steps' ("),
         (("stories", "10", "."), "already exists; choose a new folder"),
-        (("evaluate", "runs/gone"), "no run is called 'runs/gone'"),
-        (("sample", "tests", "--prompt", "x"), "no run is called 'tests'"),
-        (("export", "runs/gone", "out"), "no run is called 'runs/gone'"),
-        (("stop", "runs/gone"), "no run is called 'runs/gone'"),
+        (("evaluate", "runs/gone"), "there is no run named 'runs/gone'"),
+        (("sample", "tests", "--prompt", "x"), "there is no run named 'tests'"),
+        (("export", "runs/gone", "out"), "there is no run named 'runs/gone'"),
+        (("stop", "runs/gone"), "there is no run named 'runs/gone'"),
         (("bench", "lunch"), "unknown benchmark 'lunch'. Did you mean 'launch'?"),
     ],
 )
@@ -208,7 +211,7 @@ def test_devices_select_the_gpus_of_the_ranks_and_their_default_number(
     [
         (("--devices", "0,1", "nprocs=3"), "--devices 0,1 selects 2 GPUs for 3 ranks on this machine"),
         (("--devices", "0,4"), "--devices 0,4: GPU numbers must be between 0 and 3, got 4"),
-        (("--devices", "1,1"), "--devices 1,1: a GPU is repeated"),
+        (("--devices", "1,1"), "--devices 1,1 selects a GPU more than once"),
         (("--devices", "0;1"), "such as 0,1,3, got '0;1'"),
         (("--devices", "0", "device=cpu"), "--devices selects GPUs, but 'device' is cpu"),
     ],
@@ -221,7 +224,9 @@ def test_invalid_devices_are_rejected_in_one_line(
 
 
 def test_mpi_is_rejected_with_its_reason() -> None:
-    assert_refused_in_one_line(call("train", "tiny", "backend=mpi"), "PyTorch to be built from source with MPI")
+    assert_refused_in_one_line(
+        call("train", "tiny", "backend=mpi"), "got 'mpi', which PyTorch's prebuilt packages do not support"
+    )
     assert_refused_in_one_line(call("train", "tiny", "backend=ucc"), "'backend' must be 'auto', 'gloo' or 'nccl'")
 
 
@@ -263,7 +268,7 @@ def test_a_config_error_that_only_a_rank_detects_is_reported_in_one_line() -> No
     Path("runs/mine").mkdir(parents=True)
     with locked(Path("runs/mine")):
         done = call("train", "tiny", "device=cpu", "name=mine", "resume=auto")
-    told = "error: runs/mine is in use by another run. Wait until that run exits, or use another name.\n"
+    told = "error: runs/mine is in use by another run. Wait until it exits, or use a different name.\n"
     assert (done.returncode, done.stdout, done.stderr) == (2, "", told)
 
 

@@ -128,7 +128,7 @@ def test_invalid_settings_are_rejected_before_anything_starts(wrong: dict[str, A
 
 def test_other_operating_systems_get_a_message_that_linux_is_required(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "platform", "darwin")
-    assert clusters.unsupported_reason() == "a cluster requires Linux, got darwin: it uses Linux kernel namespaces"
+    assert clusters.unsupported_reason() == "a cluster requires Linux and its kernel namespaces, got darwin"
 
 
 def test_a_system_without_namespaces_reports_this_in_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -183,7 +183,7 @@ REFUSED: dict[str, tuple[str, dict[str, str], str]] = {
     "other nodes": (
         "slurm tiny nprocs=2 nodes=2 nodelist=n[1-3]",
         {},
-        "'slurm.nodes' must match the 3 nodes in 'slurm.nodelist' (n[1-3]), got 2",
+        "'slurm.nodes' must be 3, the number of nodes in 'slurm.nodelist' (n[1-3]), got 2",
     ),
     "unequal nodes": ("slurm tiny nprocs=3 nodes=2", {}, "'nprocs' must be a multiple of 'slurm.nodes' (2), got 3"),
 }
@@ -693,7 +693,9 @@ def test_the_interface_leads_to_the_other_hosts_and_must_exist(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv(hosts.GLOO_INTERFACE, "lo77")
-    with pytest.raises(ConfigError, match=r"GLOO_SOCKET_IFNAME=lo77: .* has no interface 'lo77'. Its interfaces: .*lo"):
+    with pytest.raises(
+        ConfigError, match=r"GLOO_SOCKET_IFNAME=lo77: .* has no interface 'lo77'. Its interfaces are .*lo"
+    ):
         hosts.choose_interface("127.0.0.1")
     assert hosts.interface_to("no-such-host.invalid") is None
 

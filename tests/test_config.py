@@ -166,7 +166,7 @@ def test_a_missing_file_is_named() -> None:
 
 
 def test_an_unknown_name_is_answered_with_similar_or_all_names() -> None:
-    assert message_of("tinny") == "no config is called 'tinny'. Did you mean 'tiny'?"
+    assert message_of("tinny") == "there is no config named 'tinny'. Did you mean 'tiny'?"
     everything = message_of("qqq")
     assert all(name in everything for name in config_names())
 
@@ -379,8 +379,8 @@ def test_did_you_mean_falls_back_to_all_known_names() -> None:
         (["steps.x=1"], "command line: 'steps' "),
         (["stepz=1"], "command line: unknown key 'stepz'"),
         (["model.width=31"], "command line: 'model.width' must be a multiple of "),
-        (["ddp.variant=flat", "ddp.hook=fp16"], "command line: 'hook' is an option of variant "),
-        (["resume=auto"], "command line: 'resume' = auto requires "),
+        (["ddp.variant=flat", "ddp.hook=fp16"], "command line: 'hook' requires variant="),
+        (["resume=auto"], "command line: 'resume' must not be auto "),
         (["seed=3"], "above.yaml: 'clip' "),
         (["clip=1.0", "seed=3"], "below.yaml: 'warmup_steps' "),
     ],
@@ -428,7 +428,7 @@ def test_every_setting_has_a_valid_example_in_its_error(path: tuple[str, ...], i
     try:
         load(write("right.yaml", yaml.safe_dump(nested(path, value))), TaskConfig)
     except ConfigError as error:
-        assert "is an option of" in str(error), "of another option's value, that is"  # noqa: PT017
+        assert re.search(r"' requires \w+=.*, got \w+=", str(error)), "of another option's value, that is"  # noqa: PT017
     typed = message_of("base", f"{'.'.join(path)}={'3' if is_group else '{x: {y: 1}}'}").partition(", for example ")[2]
     assert typed.startswith(f"{'.'.join(path)}{'.' if isinstance(value, dict) else '='}")
 

@@ -248,14 +248,14 @@ def test_caches_are_stored_under_runs(workdir: Path) -> None:
     ("name", "message"),
     [
         ("json:nowhere", "corpus 'json:nowhere': there is no file or folder 'nowhere'"),
-        ("parquet:empty", "there is no file of .parquet in folder 'empty'"),
+        ("parquet:empty", "there is no .parquet file in folder 'empty'"),
         ("json:", "there is no file or folder"),
         (
             "json:a.jsonl#body",
             "does not contain column 'body'. Use 'json:a.jsonl#COLUMN', where COLUMN is one of: 'n', 'text'",
         ),
-        ("json:mixed.jsonl", "row 1: 'text' must be text, got int"),
-        ("parquet:numbers.parquet", "row 0: 'text' must be text, got int"),
+        ("json:mixed.jsonl", "row 1: 'text' must contain text, got int"),
+        ("parquet:numbers.parquet", "row 0: 'text' must contain text, got int"),
         ("parquet:broken.parquet", "corpus 'parquet:broken.parquet' cannot be read: "),
         ("json:broken.jsonl", "corpus 'json:broken.jsonl' cannot be read: "),
         ("parquet:none.parquet", "is empty"),

@@ -286,19 +286,19 @@ def pairs(*values: Any) -> Any:
         (lambda path: path.unlink(), r"cannot be read as an Arrow file: .*No such file"),
         (
             written({"y": [1]}),
-            "column 'x' must have the same type in all files, got missing, but int64 in the previous files",
+            "column 'x' must have the same type in all files, got missing in this file and int64 in the previous files",
         ),
         (
             written({"x": [1], "y": [1], "z": [1]}),
-            "column 'z' must have the same type in all files, got int64, but missing in the previous files",
+            "column 'z' must have the same type in all files, got int64 in this file and missing in the previous files",
         ),
         (
             written({"x": [1.5], "y": [1]}),
-            "column 'x' must have the same type in all files, got float64, but int64 in the previous files",
+            "column 'x' must have the same type in all files, got float64 in this file and int64 in the previous files",
         ),
         (
             written({"x": pairs([1, 2]), "y": [1]}),
-            r"column 'x' must have the same type in all files, got int64\[2\], but int64 in",
+            r"column 'x' must have the same type in all files, got int64\[2\] in this file and int64 in",
         ),
         (written({"x": [1, None], "y": [1, 1]}), "column 'x' must not contain missing values, got 1"),
         (written({"x": pairs([1, None], None), "y": [1, 1]}), "column 'x' must not contain missing values, got [12]"),
@@ -319,12 +319,15 @@ def test_an_unreadable_file_is_named_with_its_column(tmp_path: Path, spoil: Call
 
 def test_a_missing_column_is_reported_with_the_existing_columns(tmp_path: Path) -> None:
     write_arrow(tmp_path / "a.arrow", {"x": np.arange(3), "label": np.arange(3)})
-    with pytest.raises(ConfigError, match=r"a.arrow has no column 'lable'\. Its columns are 'x', 'label'"):
+    with pytest.raises(ConfigError, match=r"a.arrow does not contain column 'lable'\. Its columns are 'x', 'label'"):
         ArrowShards([tmp_path / "a.arrow"], ["x", "lable"])
 
 
 def test_a_file_without_columns_or_with_duplicate_columns_is_rejected(tmp_path: Path) -> None:
-    for columns, told in (([], "a.arrow has no columns"), (["x", "x"], "a.arrow has more than one column 'x'")):
+    for columns, told in (
+        ([], "a.arrow contains no columns"),
+        (["x", "x"], "a.arrow contains more than one column 'x'"),
+    ):
         table = pa.Table.from_arrays([pa.array([1])] * len(columns), names=columns)
         with pa.OSFile(str(tmp_path / "a.arrow"), "wb") as file, pa.ipc.new_stream(file, table.schema) as writer:
             writer.write_table(table)

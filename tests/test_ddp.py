@@ -815,7 +815,7 @@ def test_after_misuse_finish_restores_the_wrapper(size: int, case: str) -> None:
 def test_a_sparse_gradient_is_rejected_by_name_on_every_rank(size: int, variant: str) -> None:
     for each in heard_of(size):
         assert (
-            "parameter 'weight' has a sparse gradient: build its layer with sparse=False"
+            "parameter 'weight' must have a dense gradient. Create its layer with sparse=False"
             in (each["misuse"]["sparse", variant])
         )
 
@@ -1120,17 +1120,17 @@ def test_different_models_abort_a_launch_within_seconds() -> None:
     [
         (
             {"variant": "naive", "bucket_cap_mb": 1.0},
-            "'bucket_cap_mb' is an option of variant bucket or torch, not of naive",
+            "'bucket_cap_mb' requires variant=bucket or variant=torch, got variant=naive",
         ),
-        ({"variant": "flat", "hook": "fp16"}, "'hook' is an option of variant bucket or torch, not of flat"),
-        ({"variant": "bucket", "static_graph": True}, "'static_graph' is an option of variant torch, not of bucket"),
-        ({"variant": "bucket", "device_ids": [0]}, "'device_ids' is an option of variant torch, not of bucket"),
+        ({"variant": "flat", "hook": "fp16"}, "'hook' requires variant=bucket or variant=torch, got variant=flat"),
+        ({"variant": "bucket", "static_graph": True}, "'static_graph' requires variant=torch, got variant=bucket"),
+        ({"variant": "bucket", "device_ids": [0]}, "'device_ids' requires variant=torch, got variant=bucket"),
         (
             {"variant": "flat", "gradient_as_bucket_view": False},
-            "'gradient_as_bucket_view' is an option of variant torch, not of flat",
+            "'gradient_as_bucket_view' requires variant=torch, got variant=flat",
         ),
-        ({"variant": "torch", "hook": "powersgd"}, "'hook' = powersgd requires variant=bucket"),
-        ({"variant": "bucket", "powersgd_rank": 4}, "'powersgd_rank' is an option of hook powersgd, not of hook none"),
+        ({"variant": "torch", "hook": "powersgd"}, "'hook' must not be powersgd with variant=torch"),
+        ({"variant": "bucket", "powersgd_rank": 4}, "'powersgd_rank' requires hook=powersgd, got hook=none"),
         ({"variant": "ring"}, "'naive', 'flat', 'bucket' or 'torch'"),
         ({"bucket_cap_mb": 0}, "greater than 0"),
         ({"simulated_link": {"latency_ms": -1}}, "greater than or equal to 0"),
@@ -1177,7 +1177,7 @@ def test_an_invalid_option_in_yaml_is_reported_in_one_line_with_advice(tmp_path:
     with pytest.raises(ConfigError, match=r"ddp\.yaml: unknown key 'static_graf'\. Did you mean 'static_graph'\?"):
         load(path, DDPConfig)
     path.write_text("variant: bucket\nstatic_graph: true\n")
-    with pytest.raises(ConfigError, match=r"ddp\.yaml: 'static_graph' is an option of variant torch, not of bucket"):
+    with pytest.raises(ConfigError, match=r"ddp\.yaml: 'static_graph' requires variant=torch, got variant=bucket"):
         load(path, DDPConfig)
 
 

@@ -313,7 +313,9 @@ def test_a_check_explains_and_never_raises(capsys):
 
 def test_an_answer_that_returns_none_is_asked_for_its_return(capsys):
     EXERCISES["quickstart.shard_samples"].check(lambda indices, rank, size: None)
-    assert capsys.readouterr().out.endswith("A function without a `return` returns None. Is one missing?\n")
+    assert capsys.readouterr().out.endswith(
+        "A function without a `return` returns None. Check for a missing `return`.\n"
+    )
 
 
 def test_an_endless_answer_is_aborted_and_its_line_is_shown(monkeypatch, capsys):

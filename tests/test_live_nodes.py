@@ -310,7 +310,7 @@ def test_a_killed_cluster_is_restarted_but_a_host_without_power_is_not(allowed: 
         cluster.kill(1)
         with pytest.raises(RankError, match=r"rank 1 is dead: the process was killed by SIGKILL"):
             ranks.execute("1")
-        with pytest.raises(ConfigError, match="n1 has been killed and cannot be restarted"):
+        with pytest.raises(ConfigError, match="n1 has been killed, so its ranks cannot be restarted"):
             ranks.restart()
         assert ranks.get("kept", on=[0]) == [0], "a restart that was refused has changed nothing"
     assert not cluster.is_up

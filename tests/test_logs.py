@@ -285,8 +285,8 @@ def test_a_run_is_named_by_its_path_or_its_name_under_runs() -> None:
 @pytest.mark.parametrize(
     ("name", "told"),
     [
-        ("exp/arn", r"no run is called 'exp/arn'\. Did you mean 'exp/arm'\?"),
-        ("zzz", r"no run is called 'zzz'\. Known: exp/arm\."),
+        ("exp/arn", r"there is no run named 'exp/arn'\. Did you mean 'exp/arm'\?"),
+        ("zzz", r"there is no run named 'zzz'\. Known: exp/arm\."),
         ("exp", r"'exp' is not a run, but a folder that contains runs: runs/exp/arm"),
     ],
 )
@@ -410,7 +410,7 @@ def test_a_run_with_an_unfamiliar_config_has_a_summary() -> None:
     for form in ("text", "one-line", "md", "json"):
         assert "runs/mine" in printed("summary", "mine", "--format", form)
     (folder / "config.json").write_text("[]")
-    with pytest.raises(ConfigError, match="not a JSON object"):
+    with pytest.raises(ConfigError, match="does not contain a JSON object"):
         load_run(folder)
 
 
@@ -436,7 +436,7 @@ def test_a_summary_agrees_with_the_log() -> None:
 def test_a_diverged_loss_is_reported_and_the_best_is_from_before() -> None:
     found = summarize(made("mine", [step_row(1, 3.0), step_row(2, 2.0), step_row(3, None), step_row(4, None)]))
     assert found.loss == Values(first=3.0, last=None, best=2.0, best_step=2)
-    assert "3.000 at first, diverged at last, best 2.000 at step 2" in printed("summary")
+    assert "first 3.000, last diverged, best 2.000 at step 2" in printed("summary")
     assert " diverged " in printed("list")
     assert " loss= " in printed("summary", "--format", "one-line")
 
@@ -613,7 +613,7 @@ def test_a_summary_without_a_name_is_that_of_the_newest_run() -> None:
     page = printed("summary").splitlines()
     assert page[0] == "runs/newest"
     assert page[1].startswith("  state       finished after step 4 of 4 (began 20")
-    assert "  loss        3.000 at first, 1.500 at last, best 1.000 at step 3" in page
+    assert "  loss        first 3.000, last 1.500, best 1.000 at step 3" in page
     shares = "grads 49 % (backward 31 %, forward 18 %), evaluate 15 %, data 6 %, update 6 %, other 23 %"
     assert f"  time        6.5 s: {shares}" in page
 
@@ -624,8 +624,8 @@ def test_a_summary_without_a_name_is_that_of_the_newest_run() -> None:
         (("plot", "mine", "--metrics", "los"), "unknown metric 'los'. Did you mean 'loss'? Known: learning_rate,"),
         (("plot", "mine", "--metrics", "zzz"), "unknown metric 'zzz'. Known: learning_rate, loss, grad_norm,"),
         (("plot", "mine", "--metrics", "loss,step"), "unknown metric 'step'."),
-        (("plot", "mien"), "no run is called 'mien'. Did you mean 'mine'?"),
-        (("plot", "mine", "empty", "gone"), "no run is called 'gone'."),
+        (("plot", "mien"), "there is no run named 'mien'. Did you mean 'mine'?"),
+        (("plot", "mine", "empty", "gone"), "there is no run named 'gone'."),
         (("plot", "empty"), "no steps have been logged yet in runs/empty"),
         (
             ("plot", "timeless", "--metrics", "loss", "--x", "time"),
@@ -633,17 +633,20 @@ def test_a_summary_without_a_name_is_that_of_the_newest_run() -> None:
         ),
         (("plot", "mine", "-o", "figure.gif"), "'-o' must end in one of .png, .svg, .pdf"),
         (("plot", "mine", "-o", "figure"), "'-o' must end in one of .png, .svg, .pdf"),
-        (("plot", "mine", "-o", "gone/figure.png"), "the folder 'gone' for '-o' gone/figure.png does not exist"),
-        (("summary", "mien"), "no run is called 'mien'. Did you mean 'mine'?"),
+        (("plot", "mine", "-o", "gone/figure.png"), "'-o' gone/figure.png: the folder 'gone' does not exist"),
+        (("summary", "mien"), "there is no run named 'mien'. Did you mean 'mine'?"),
         (("plot", "mine", "--all"), "specify run names or --all, not both"),
         (("summary", "mine", "--all"), "specify run names or --all, not both"),
         (("summary", "mine", "--baseline", "mine"), "--baseline requires --format md, csv or json, got --format text"),
-        (("summary", "mine", "--format", "md", "--baseline", "mien"), "no run is called 'mien'. Did you mean 'mine'?"),
+        (
+            ("summary", "mine", "--format", "md", "--baseline", "mien"),
+            "there is no run named 'mien'. Did you mean 'mine'?",
+        ),
         (
             ("summary", "mine", "--format", "md", "--baseline", "empty"),
-            "the log of the baseline runs/empty must contain a throughput",
+            "the baseline run runs/empty did not log its throughput",
         ),
-        (("tail", "mien"), "no run is called 'mien'. Did you mean 'mine'?"),
+        (("tail", "mien"), "there is no run named 'mien'. Did you mean 'mine'?"),
         (("tail", "mine", "--rank", "5"), "runs/mine contains no log of rank 5; it contains logs of ranks 0, 1"),
     ],
 )

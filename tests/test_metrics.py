@@ -106,5 +106,5 @@ def test_a_metric_with_a_state_is_exact_on_one_two_and_three_ranks() -> None:
 def test_metrics_without_validation_data_or_as_objects_are_rejected() -> None:
     with pytest.raises(ConfigError, match=r"got an object of type AUC as 'auc': pass the class, as in \{'auc': AUC\}"):
         trainer_of(World(), metrics={"auc": AUC()})
-    with pytest.raises(ConfigError, match="'metrics' require evaluations; pass validation_data to Trainer"):
+    with pytest.raises(ConfigError, match="'metrics' requires validation data; pass validation_data to Trainer"):
         trainer_of(World(), metrics={"auc": AUC}, validation_data=None)

@@ -103,13 +103,13 @@ REFUSALS = [
     Pair(
         (*DDP, "zero1"),
         "unfreeze after wrapping",
-        "were frozen when the model was wrapped require gradients now",
+        "were frozen when the model was wrapped now require gradients",
         one("freeze", "wrap", "unfreeze", "backward", "step"),
     ),
     Pair(
         ("zero2", "zero3"),
         "unfreeze after wrapping",
-        "were frozen when the model was wrapped require gradients now",
+        "were frozen when the model was wrapped now require gradients",
         one("freeze", "wrap", "unfreeze", "backward", "step"),
     ),
     *(
@@ -132,7 +132,7 @@ REFUSALS = [
         for kind in ("channels_last", "transposed", "strided")
     ),
     Pair(("fsdp",), "inference", "Inplace update to inference tensor", one("wrap", "inference", *STEP[1:])),
-    Pair(("fsdp",), "one number", "strategy fsdp shards rows", one(*STEP, block=Block("one number"))),
+    Pair(("fsdp",), "one number", "strategy=fsdp shards by row", one(*STEP, block=Block("one number"))),
     Pair(("fsdp",), "no number", "_chunk_cat expects non-empty tensor", one(*STEP, block=Block("no number"))),
 ]
 

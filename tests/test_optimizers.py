@@ -125,10 +125,10 @@ WRONG: list[tuple[tuple[str, ...], str]] = [
     (("optimizer.class=torch.optim.SGD", "optimizer.args.lr=-1"), "ValueError: Invalid learning rate: -1"),
     (("scheduler.class=torch.optim.lr_scheduler.StepLR",), "missing 1 required positional argument: 'step_size'"),
     (("scheduler.class=torch.optim.lr_scheduler.ReduceLROnPlateau",), "ReduceLROnPlateau is not supported"),
-    (("optimizer.class=torch.optim.Adafactor", "strategy=zero2"), "strategy zero2 updates a flat shard of each"),
+    (("optimizer.class=torch.optim.Adafactor", "strategy=zero2"), "strategy=zero2 updates a flat shard of each"),
     (
         ("optimizer.class=torch.optim.SGD", "optimizer.args.lr=1", "learning_rate_rule=sqrt"),
-        "'optimizer.args.lr' overrides 'learning_rate', so 'learning_rate_rule' = sqrt has no effect",
+        "'optimizer.args.lr' overrides 'learning_rate', so 'learning_rate_rule' (sqrt) has no effect",
     ),
 ]
 

@@ -366,7 +366,7 @@ def test_the_chain_of_the_gpt_equals_its_forward_pass() -> None:
         (["ranks=2", "cuts=['0']"], 2, "than the previous stage, got '0'"),
         (["ranks=2", "cuts=['2', '4']"], 2, "'cuts' must name 1 modules for 2 stages"),
         (["ranks=2"], 3, r"a multiple of the number of ranks per pipeline \(2\), got 3. Use nprocs=2"),
-        (["ranks=4", "micro_batches=3"], 4, "at least one micro-batch per rank, got 3 for 4 ranks"),
+        (["ranks=4", "micro_batches=3"], 4, r"at least 4 micro-batches \(one per rank\), got 3"),
         (["ranks=2", "schedule=interleaved"], 2, "at least 2 stages per rank, got 1"),
     ],
 )
@@ -391,7 +391,7 @@ def test_a_loss_must_call_its_model_once() -> None:
         return batch.sum(), 1
 
     stages = dict(enumerate(split_into_stages(_plain(), ["4"])))
-    for loss, said in [(twice, "exactly once, got 2 calls"), (never, "but the model was not called")]:
+    for loss, said in [(twice, "exactly once, got 2 calls"), (never, "exactly once, but did not call it")]:
         runner = StageRunner(interleaved(1, 1, 2), stages, loss)
         with pytest.raises(LossError, match=said):
             runner.run([torch.ones(2, 6)])

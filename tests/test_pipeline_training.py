@@ -220,9 +220,13 @@ def test_a_pipeline_without_its_model_keeps_only_its_own_stages() -> None:
 @pytest.mark.parametrize(
     ("values", "ranks", "said"),
     [
-        ({"mesh": {"pipeline": 2}}, 3, "the mesh pipeline 2 requires a multiple of 2 ranks, got 3"),
-        ({"mesh": {"replicate": 2, "pipeline": 2}}, 2, "the mesh replicate 2 x pipeline 2 requires 4 ranks, got 2"),
-        ({"pipeline": {"micro_batches": 3}}, 4, "at least one micro-batch per rank, got 3 for 4"),
+        ({"mesh": {"pipeline": 2}}, 3, "the number of ranks must be a multiple of 2 for mesh pipeline 2, got 3"),
+        (
+            {"mesh": {"replicate": 2, "pipeline": 2}},
+            2,
+            "the number of ranks must be 4 for mesh replicate 2 x pipeline 2, got 2",
+        ),
+        ({"pipeline": {"micro_batches": 3}}, 4, r"at least 4 micro-batches \(one per rank\), got 3"),
         ({"pipeline": {"micro_batches": 7}}, 7, "7 stages require at least 7 modules, got 6"),
         ({"pipeline": {"cuts": ["block.1"]}}, 2, "a stage must begin at a module of the model, got 'block.1'"),
     ],
@@ -238,16 +242,16 @@ def test_an_impossible_pipeline_is_rejected_before_ranks_start(values: dict, ran
     [
         (
             {"strategy": "ddp", "pipeline": {"per_rank": 4}},
-            "'pipeline.per_rank' is an option of strategy pipeline, not of ddp",
+            "'pipeline.per_rank' requires strategy=pipeline, got strategy=ddp",
         ),
-        ({"strategy": "zero3", "mesh": {"pipeline": 2}}, "'mesh.pipeline' is an option of strategy pipeline, not of"),
+        ({"strategy": "zero3", "mesh": {"pipeline": 2}}, "'mesh.pipeline' requires strategy=pipeline, got strategy="),
         (
             {"strategy": "ddp", "mesh": {"replicate": 2}},
-            "'mesh.replicate' is an option of strategies zero1, zero2, zero3 and fsdp, and pipeline, not of ddp",
+            "'mesh.replicate' requires strategy=zero1, zero2, zero3, fsdp or pipeline, got strategy=ddp",
         ),
         (
             {"strategy": "pipeline", "mesh": {"pipeline": 4}, "pipeline": {"micro_batches": 3}},
-            "at least one micro-batch per rank",
+            r"at least 4 micro-batches \(one per rank\)",
         ),
     ],
 )

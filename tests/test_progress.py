@@ -99,7 +99,10 @@ def test_a_failing_disk_is_reported_in_one_line_after_the_verdict(
     quickstart.shard_samples.check(quickstart.shard_samples.solution)
     right, told = capsys.readouterr().out.splitlines()
     assert right.startswith("Right. ")
-    assert told == "(Not recorded for progress(), because runs/exercises.txt cannot be written: Is a directory.)"
+    assert (
+        told
+        == "(The result was not recorded for progress(), because runs/exercises.txt cannot be written: Is a directory.)"
+    )
     assert not of("quickstart.shard_samples")
 
 

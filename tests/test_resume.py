@@ -227,12 +227,14 @@ def test_a_component_can_be_excluded_by_name(capsys: pytest.CaptureFixture[str])
 
 
 def test_an_impossible_resume_is_rejected_at_the_start() -> None:
-    with pytest.raises(ValueError, match="'resume' = auto requires the 'name' of the run to resume"):
+    with pytest.raises(ValueError, match="'resume' must not be auto for a run without a name; set name=NAME"):
         config_of(resume="auto")
 
 
 def test_a_path_without_a_checkpoint_is_rejected() -> None:
-    with pytest.raises(ConfigError, match="'resume' runs/nothing: the path is neither a checkpoint nor a run with"):
+    with pytest.raises(
+        ConfigError, match="'resume' must be a checkpoint or a run with a valid checkpoint, got runs/nothing"
+    ):
         train(World(), config_of(resume="runs/nothing"))
 
 
@@ -581,7 +583,7 @@ def test_checkpoints_are_listed_inspected_verified_and_compared() -> None:
     assert text.count("was ") >= 3
 
 
-NO_RUNS = "error: no run is called '/nope': there are no runs under runs/\n"
+NO_RUNS = "error: there is no run named '/nope': runs/ contains no runs\n"
 
 
 def test_a_folder_that_is_not_a_run_exits_with_code_2() -> None:
@@ -593,7 +595,7 @@ def test_a_folder_that_is_not_a_run_exits_with_code_2() -> None:
         assert text in {"error: 'empty' does not contain a checkpoint\n", NO_RUNS}
     code, text = told("stop", "empty")
     assert code == 2
-    assert text.startswith("error: no run is called 'empty'")
+    assert text.startswith("error: there is no run named 'empty'")
 
 
 def test_listing_does_not_import_torch() -> None:

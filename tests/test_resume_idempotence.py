@@ -90,9 +90,7 @@ def test_rerunning_a_finished_run_keeps_and_returns_its_result(capsys: pytest.Ca
     before = tree_of(Path("runs"))
     assert "nothing was trained" not in capsys.readouterr().err
     again = train(World(), config_of())
-    assert (
-        f"nothing was trained: resume=auto found a run that has finished at step {STEPS}, " in capsys.readouterr().err
-    )
+    assert f"nothing was trained: resume=auto found a run that finished at step {STEPS}, " in capsys.readouterr().err
     assert (again.weights, again.losses, again.eval_losses) == (first.weights, first.losses, first.eval_losses)
     assert again.rate == pytest.approx(first.rate, rel=0.01)
     after = tree_of(Path("runs"))

@@ -127,7 +127,7 @@ F0, F1, B0, B1 = Action(F, 0, 0), Action(F, 0, 1), Action(B, 0, 0), Action(B, 0,
     [
         ([F0, F1, B0], "rank 0 never runs B1 of stage 0"),
         ([F0, F1, F1, B0, B1], "rank 0 runs F1 of stage 0 twice"),
-        ([B0, F0, F1, B1], "rank 0 runs B0 of stage 0 before its forward pass"),
+        ([B0, F0, F1, B1], "rank 0 runs B0 of stage 0 before the corresponding forward pass"),
         ([F0, Action(F, 1, 0), B0], "rank 0 runs F0 of stage 1, which belongs to a different rank"),
         ([F0, Action(F, 0, 2), B0], "rank 0 runs F2 of stage 0, which belongs to a different rank"),
     ],
@@ -148,8 +148,8 @@ def test_ranks_that_deadlock_are_named() -> None:
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (("1f1b", 4, 3), "at least one micro-batch per rank, got 3 for 4 ranks"),
-        (("interleaved", 4, 3, 2), "at least one micro-batch per rank, got 3 for 4 ranks"),
+        (("1f1b", 4, 3), r"at least 4 micro-batches \(one per rank\), got 3"),
+        (("interleaved", 4, 3, 2), r"at least 4 micro-batches \(one per rank\), got 3"),
         (("interleaved", 2, 4), "at least 2 stages per rank, got 1"),
         (("1f1b", 2, 4, 2), "requires 1 stage per rank, got 2"),
         (("gpipe", 0, 4), "got 0 ranks"),

@@ -467,10 +467,10 @@ def test_options_that_conflict_with_shared_memory_are_rejected(beside: dict[str,
 
 
 def test_only_torchs_ddp_supports_shared_memory() -> None:
-    with pytest.raises(ValidationError, match="'shared_memory' is an option of variant torch, not of bucket"):
+    with pytest.raises(ValidationError, match="'shared_memory' requires variant=torch, got variant=bucket"):
         DDPConfig(variant="bucket", shared_memory=True)
     with pytest.raises(
-        ValidationError, match=r"'ddp\.shared_memory' is an option of strategies ddp and zero1, not of zero2"
+        ValidationError, match=r"'ddp\.shared_memory' requires strategy=ddp or strategy=zero1, got strategy=zero2"
     ):
         TaskConfig.model_validate({"strategy": "zero2", "ddp": {"shared_memory": True}})
 

@@ -213,7 +213,7 @@ def test_a_time_limit_without_units_or_an_ambiguous_one_is_rejected(time: str) -
         (["time=1min"], r"'slurm.warning' must be shorter than 'slurm.time' \(1min\), got 120 seconds"),
         (
             ["nodes=2", "nodelist=n[1-3]"],
-            r"'slurm.nodes' must match the 3 nodes in 'slurm.nodelist' \(n\[1-3\]\), got 2",
+            r"'slurm.nodes' must be 3, the number of nodes in 'slurm.nodelist' \(n\[1-3\]\), got 2",
         ),
         (["nodes=2", "nodelist=n[2-1]"], "must be ascending, got '2-1'"),
         (["nodes=2", "nodelist='n1,n1'"], "contains 'n1' twice"),
@@ -221,10 +221,10 @@ def test_a_time_limit_without_units_or_an_ambiguous_one_is_rejected(time: str) -
         (["options=[mem=3]"], "'slurm.options' must contain sbatch options, such as --mem=32G, got 'mem=3'"),
         (["starter=mpirun"], "'slurm.starter' must be 'srun' or 'torchrun'"),
         (["slurm.node=2"], "unknown key 'slurm.node'. Did you mean 'nodes'"),
-        (["resume=runs/other", "name=mine"], "'resume' must be never or auto for a Slurm job, got runs/other"),
+        (["resume=runs/other", "name=mine"], "'resume' must be 'never' or 'auto' for a Slurm job, got 'runs/other'"),
         (
             ["strategy=invariant", "nprocs=3", "micro_batches=4"],
-            r"must be a power of two and at most 4 \('micro_batches'\), got 3",
+            r"must be a power of two and at most 'micro_batches' \(4\), got 3",
         ),
         (["steps=0"], "'steps' must be greater than or equal to 1"),
     ],

@@ -1111,7 +1111,7 @@ def test_a_stream_does_not_know_its_steps_per_epoch() -> None:
 def test_a_stream_rejects_a_remainder_before_it_writes_anything(workdir: Path) -> None:
     with pytest.raises(
         ConfigError,
-        match=r"'source\.remainder' must be carry for a stream, got exact: the length of a stream is unknown",
+        match=r"'source\.remainder' must be 'carry' for a stream, got 'exact'\. A stream's length is unknown",
     ):
         made(World(), "streamed", remainder="exact")
     assert not list(workdir.iterdir())

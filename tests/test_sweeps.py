@@ -229,7 +229,7 @@ def assert_refused_in_one_line(notebook: Path, settings: list[str], told: str) -
 @pytest.mark.parametrize(
     ("settings", "told"),
     [
-        (["how"], "a setting must have the form key=value,value, such as source=a,b, got 'how'"),
+        (["how"], "a setting must have the form KEY=VALUE1,VALUE2, such as source=a,b, got 'how'"),
         (["=1"], "got '=1'"),
         (["a b=1"], "got 'a b=1'"),
         (["how="], "'how=' has an empty value"),
@@ -238,7 +238,7 @@ def assert_refused_in_one_line(notebook: Path, settings: list[str], told: str) -
         (["how=a]"], "not valid YAML"),
         (["how=a", "how=b"], "'how' is set twice"),
         (["how=a,a"], "'how' lists the value \"a\" twice"),
-        (["number=.inf"], "values must be text, finite numbers"),
+        (["number=.inf"], "values must be strings, finite numbers"),
         (["how=2024-01-01"], "YAML reads 2024-01-01 as a date; quote it"),
         (["hwo=a"], "tiny.ipynb has no parameter 'hwo'. Did you mean 'how'?"),
         (["name=a"], "'name' cannot be swept"),
@@ -297,7 +297,7 @@ def test_a_mistake_in_a_file_of_points_is_reported_in_one_line(
         (["stepz=3"], "unknown parameter 'stepz'. Did you mean 'steps'?"),
         (["steps=3,many"], "'steps' must be a valid integer, got 'many'"),
         (["ddp.variant=nave"], "'ddp.variant' must be 'naive', 'flat', 'bucket' or 'torch'"),
-        (["extends=gone"], "no config is called 'gone'"),
+        (["extends=gone"], "there is no config named 'gone'"),
     ],
 )
 def test_the_notebooks_own_check_runs_before_any_point(workdir: Path, settings: list[str], told: str) -> None:

@@ -341,9 +341,11 @@ def test_a_patch_that_does_not_fit_names_the_stage_and_the_lines():
     patch = "@@\n a\n-b\n+c\n"
     assert course.apply("a\nb\n", patch, "07") == "a\nc\n"
     for text, times in ("a\nc\n", 0), ("a\nb\na\nb\n", 2), ("aa\nb\n", 0):
-        with pytest.raises(ValueError, match=f"07: expected these lines exactly once, found them {times} times:\na\nb"):
+        with pytest.raises(
+            ValueError, match=f"07: these lines must occur exactly once, but occur {times} times:\na\nb"
+        ):
             course.apply(text, patch, "07")
-    with pytest.raises(ValueError, match="unknown stage '05': must be one of 06, 07"):
+    with pytest.raises(ValueError, match=r"'number' must be one of 06, 07.*got '05'"):
         course.script("05")
 
 
@@ -816,7 +818,7 @@ def test_waiting_ranks_are_reported_and_terminated(tmp_path, monkeypatch):
         assert len(marked(run.mark)) == 5  # torchrun, two ranks, and a process of each
         monkeypatch.setattr(torchrun, "STUCK_SECONDS", 0.5)
         # both may have printed at the same time: "step 1step 1\n\n"
-        last = r"The last line of your script was '(step 1)+'. Then the ranks did nothing for 0.5 s"
+        last = r"Your script last printed '(step 1)+'. The ranks then made no progress for 0.5 s"
         with pytest.raises(WrongAnswerError, match=last):
             run.wait()
     assert marked(run.mark) == []

@@ -132,14 +132,14 @@ def test_a_save_that_rank_0_does_not_see_is_reported_on_all_ranks(told: Any) -> 
 def test_a_checkpoint_that_only_rank_0_sees_is_rejected_on_all_ranks(resume: str, told: Any) -> None:
     for each in told:
         assert each[resume].startswith(
-            "ConfigError: mine/checkpoints/step_00000001, from which rank 0 would resume, does not exist on"
+            "ConfigError: rank 0 would resume from mine/checkpoints/step_00000001, which does not exist on"
         )
         assert "on a disk that all nodes share" in each[resume]
 
 
 def test_a_missing_checkpoint_is_reported_on_all_ranks(told: Any) -> None:
     assert {each["gone"] for each in told} == {
-        "ConfigError: 'resume' gone: the path is neither a checkpoint nor a run with a valid checkpoint"
+        "ConfigError: 'resume' must be a checkpoint or a run with a valid checkpoint, got gone"
     }
 
 
@@ -167,7 +167,8 @@ def test_different_validation_data_are_rejected_before_a_folder_exists(told: Any
 def test_a_run_that_cannot_save_is_rejected_before_its_first_step(told: Any) -> None:
     for each in told:
         assert each["checkpoints"].startswith(
-            "ConfigError: all ranks must share the checkpoint folder runs/mine, but rank 1 cannot see rank 0's folder. "
+            "ConfigError: all ranks must share the checkpoint folder runs/mine, but rank 1 cannot access "
+            "rank 0's folder. "
         )
         assert not each["runs"]
 
@@ -175,7 +176,8 @@ def test_a_run_that_cannot_save_is_rejected_before_its_first_step(told: Any) -> 
 def test_it_is_also_rejected_if_each_node_has_a_folder_of_that_name(told: Any) -> None:
     for each in told:
         assert each["one each"].startswith(
-            "ConfigError: all ranks must share the checkpoint folder runs/mine, but rank 1 cannot see rank 0's folder. "
+            "ConfigError: all ranks must share the checkpoint folder runs/mine, but rank 1 cannot access "
+            "rank 0's folder. "
         )
         assert each["left in them"] == ["runs/mine", "runs/mine/config.json"]
 
@@ -266,7 +268,8 @@ def test_rank_0_saves_for_nodes_without_a_shared_folder_and_runs_resume(
         assert each["pieces"].startswith("ConfigError: 'checkpoint.shared' must be true, because 'optimizer' is")
         assert each["later"].startswith("ConfigError: rank 1 found step_00000004 of later on its disk, but rank 0 ")
         assert each["shared"].startswith(
-            "ConfigError: all ranks must share the checkpoint folder runs/ddp, but rank 1 cannot see rank 0's folder. "
+            "ConfigError: all ranks must share the checkpoint folder runs/ddp, but rank 1 cannot access "
+            "rank 0's folder. "
         )
         assert each["places"].startswith("ConfigError: runs/ddp contains logs of other ranks, but not of rank 0. ")
         assert (each["changed"], each["changed there"]) == (set(), set()), "a refused command changes nothing"

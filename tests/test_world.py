@@ -261,7 +261,9 @@ def test_device_and_backend_are_independent_and_gloo_shares_gpus():
     for device, gpus in (("cpu", 4), ("auto", 1)):
         with pytest.raises(ConfigError, match=r"backend='nccl' requires GPUs, but these ranks are on CPUs"):
             found(device, "nccl", gpus)
-    with pytest.raises(ConfigError, match=r"backend must be 'auto', 'gloo' or 'nccl', got 'mpi': PyTorch's published"):
+    with pytest.raises(
+        ConfigError, match=r"backend must be 'auto', 'gloo' or 'nccl', got 'mpi', which PyTorch's prebuilt"
+    ):
         found("cpu", "mpi", 0)
 
 
@@ -317,7 +319,7 @@ def test_an_existing_group_is_used_and_not_destroyed(monkeypatch, fails):
     assert entered == [here]
     refused = [
         (replace(here, size=2, local_size=2), RuntimeError, "2 ranks, but the process group has 3"),
-        (replace(here, rank=2), RuntimeError, "rank 2, but rank 1 in the existing process group"),
+        (replace(here, rank=2), RuntimeError, "specifies rank 2, but the rank in the existing process group is 1"),
         (
             replace(here, device=torch.device("cuda", 1), backend="nccl"),
             ConfigError,

@@ -1,8 +1,8 @@
 """Define a strategy that trains with Hugging Face's Accelerate.
 
 Accelerate wraps the model, decides in which micro-batch the ranks communicate, and runs the backward pass. Everything
-else is the same as in the other strategies. The losses of all ranks are summed and divided by the total count,
-`Precision` implements half precision, and a checkpoint contains the same components as with strategy ddp. Accelerate
+else is the same as in the other strategies. The losses of all ranks are summed and divided by the total count, and
+`Precision` implements mixed precision. Checkpoints contain the same components as with `strategy=ddp`. Accelerate
 divides each loss by the number of micro-batches, so this strategy first multiplies the loss by that number.
 """
 
@@ -39,11 +39,11 @@ def require_accelerate() -> None:
 class AccelerateStrategy(ReplicatedStrategy):
     """A data-parallel strategy that uses Accelerate's `prepare`, `accumulate` and `backward`.
 
-    The constructor is collective. Of the options in `config`, only those in `FORWARDED_OPTIONS` are used.
+    The constructor is collective. The strategy uses only the `config` options that `FORWARDED_OPTIONS` lists.
 
     Raises:
         ConfigError: If Accelerate is not installed. Also raised if ACCELERATE_* variables or an earlier `Accelerator`
-            in this process configured a different world, a different device or features other than gradient averaging.
+            in this process selected a different world, a different device, or unsupported features.
     """
 
     link: Link | None = None  # PyTorch's C++ code calls gloo or NCCL directly
@@ -95,7 +95,7 @@ class AccelerateStrategy(ReplicatedStrategy):
         return self.accumulation
 
     def backward(self, batches: Sequence[Any], stop_flags: float = 0.0) -> Totals:
-        """Compute `.grad`, and return the totals of all ranks; see `Strategy.backward`."""
+        """Compute `.grad`, and return the totals over all ranks; see `Strategy.backward`."""
         if not batches:
             raise ValueError("a step must have at least 1 micro-batch, got 0")
         parts = len(batches)
@@ -135,7 +135,7 @@ def _require_launch_options(dtype: str, accumulation: int) -> None:
 
 @contextmanager
 def _environment_of(world: World) -> Iterator[None]:
-    """Set Accelerate's environment variables to the values of `world` for the duration of the block.
+    """Set Accelerate's environment variables to match `world` for the duration of the block.
 
     Without these values, Accelerate would ignore Slurm's variables, create a process group even if torchrun started
     only one rank, and change the number of threads.
@@ -168,8 +168,9 @@ def _require_fit(accelerator: Any, world: World) -> None:
     expected = (wanted, world.rank, world.size, str(world.device))
     if found != expected:
         raise ConfigError(
-            "Accelerate must be set up as {} for rank {} of {} on {}, got {} for rank {} of {} on {}. Remove "
-            "ACCELERATE_* environment variables, and any other Accelerator in this process".format(*expected, *found)
+            "Accelerate must be configured with distributed type {}, rank {} of {} and device {}, got distributed type "
+            "{}, rank {} of {} and device {}. Unset the ACCELERATE_* environment variables, and use only one "
+            "Accelerator per process".format(*expected, *found)
         )
     if world.size > 1 and world.device.type == "cuda" and world.device.index != world.local_rank:
         raise ConfigError("strategy=accelerate requires one GPU per rank; use strategy=ddp for ranks that share a GPU")

@@ -6,12 +6,12 @@ from pydantic import Field
 
 from ddp_tutorial.config import Config
 
-# The options of `DDPConfig` that strategy accelerate passes on to Accelerate.
+# The options of `DDPConfig` that `strategy=accelerate` passes to Accelerate.
 FORWARDED_OPTIONS = ("bucket_cap_mb", "find_unused_parameters", "gradient_as_bucket_view", "static_graph")
 
 
 class PrecisionConfig(Config):
-    """The data type of matrix products, and the loss scaling for float16."""
+    """The data type of matrix products, and the float16 loss-scaling settings."""
 
     dtype: Literal["fp32", "bf16", "fp16"] = Field(
         "fp32", description="Data type of matrix products; weights, gradients and optimizer state stay in float32."

@@ -1,17 +1,17 @@
 """Train with bitwise identical results on 1, 2, 4, ... ranks.
 
 Floating-point sums depend on the order of the operands. In this module, the order does not depend on the number of
-ranks. A step contains V micro-batches, numbered as in `sharding.permutation.shard_micro_batches`, where V is a power of
-two. The micro-batch gradients are summed in one binary tree. In a round that starts with n gradients, gradient v and
-gradient v + n / 2 are added:
+ranks. A step contains V micro-batches, where V is a power of two. They are numbered as in
+`sharding.permutation.shard_micro_batches`. The micro-batch gradients are summed in a binary tree. In a round that
+starts with n gradients, gradients v and v + n / 2 are added:
 
     V = 4      0   1   2   3
                 \\   \\ /   /            0 + 2 and 1 + 3: each within one rank, if there are two ranks
                  0   1                 0 + 1: between the two ranks
 
 With W ranks, rank r processes the micro-batches r, r + W, r + 2 W, ... Therefore, the first rounds run within each
-rank. In each of the last log2 W rounds, pairs of ranks exchange their sums (recursive doubling). The sums of both ranks
-are bitwise identical, because a + b equals b + a. Dropout's random numbers depend on the micro-batch, not on the rank.
+rank. In each of the last log2 W rounds, pairs of ranks exchange their sums (recursive doubling). Both ranks compute
+bitwise identical sums, because a + b equals b + a. Dropout's random numbers depend on the micro-batch, not on the rank.
 """
 
 from collections.abc import Mapping, Sequence
@@ -36,9 +36,9 @@ class InvariantStrategy(ReplicatedStrategy):
     """A strategy whose gradients do not depend on the number of ranks.
 
     The number of ranks must divide `micro_batches`. Runs are bitwise identical only with the same processor type, torch
-    version and micro-batch size. On CPUs, sums also depend on the number of threads. The constructor sets this number
-    to one, and `Trainer.train` restores it. A model with buffers, such as BatchNorm's running statistics, is rejected,
-    because buffers depend on the assignment of samples to ranks.
+    version and micro-batch size. On CPUs, sums also depend on the number of threads. The constructor limits the process
+    to one thread, and `Trainer.train` restores the original limit. A model with buffers, such as BatchNorm's running
+    statistics, is rejected, because buffers depend on the assignment of samples to ranks.
     """
 
     link: Link | None = None  # gradients are sent by torch's collectives
@@ -56,11 +56,11 @@ class InvariantStrategy(ReplicatedStrategy):
 
         Args:
             model: The model, on this rank's device.
-            world: The ranks.
+            world: The ranks of the run.
             loss: The loss function.
-            micro_batches: The number of micro-batches per step over all ranks, a power of two.
+            micro_batches: The total number of micro-batches per step over all ranks. It must be a power of two.
             seed: The seed for dropout.
-            precision: The mixed-precision steps. The default is float32.
+            precision: The `Precision` object. The default object uses float32.
 
         Raises:
             ConfigError: If the model contains buffers, or if `micro_batches` is not compatible with the number of
@@ -87,7 +87,7 @@ class InvariantStrategy(ReplicatedStrategy):
         return self.micro_batches // self.world.size
 
     def backward(self, batches: Sequence[Any], stop_flags: float = 0.0) -> Totals:
-        """Set `.grad`, and return the totals of all ranks. `batches` are this rank's micro-batches, in order."""
+        """Set `.grad`, and return the totals over all ranks. `batches` are this rank's micro-batches, in order."""
         if len(batches) != self.micro_batches_per_rank:
             raise ValueError(
                 f"a step must have {self.micro_batches_per_rank} micro-batches on each rank, got {len(batches)}"
@@ -122,7 +122,7 @@ class InvariantStrategy(ReplicatedStrategy):
         """Do nothing, because models with buffers are rejected."""
 
     def state_dict(self) -> Mapping[str, float]:
-        """Return the state of the loss, and the step number, which determines the random numbers."""
+        """Return the state of the loss and the step number. Dropout's random numbers depend on the step number."""
         return {"step": self.step, **super().state_dict()}
 
     def load_state_dict(self, state: Any) -> None:
@@ -131,14 +131,14 @@ class InvariantStrategy(ReplicatedStrategy):
         super().load_state_dict(state)
 
     def _assign_grads(self, total: torch.Tensor) -> None:
-        """Set each `.grad` to a view of the sum, or to None if no rank used the parameter."""
+        """Set each parameter's `.grad` to a view of the sum, or to None if no rank used the parameter."""
         *pieces, used = total.split([*(p.numel() for p in self.parameters), len(self.parameters)])
         for parameter, piece, count in zip(self.parameters, pieces, used.tolist(), strict=True):
             parameter.grad = piece.view_as(parameter) if count else None
 
 
 class _Tree:
-    """A running sum that adds two partial sums if they contain the same number of vectors."""
+    """A running sum of vectors. Two partial sums are added as soon as they contain the same number of vectors."""
 
     def __init__(self) -> None:
         self.partial: list[tuple[int, torch.Tensor]] = []  # the number of vectors, and their sum
@@ -189,5 +189,5 @@ def require_even_shares(micro_batches: int, ranks: int) -> None:
         raise ConfigError(f"'micro_batches' must be a power of two, such as 4, got {micro_batches}")
     if micro_batches % ranks:
         raise ConfigError(
-            f"the number of ranks must be a power of two and at most {micro_batches} ('micro_batches'), got {ranks}"
+            f"the number of ranks must be a power of two and at most 'micro_batches' ({micro_batches}), got {ranks}"
         )

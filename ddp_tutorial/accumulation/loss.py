@@ -7,8 +7,8 @@
         return F.cross_entropy(logits, batch["digit"], reduction="sum"), count, {"accuracy": (right, count)}
 
 A loss function returns a sum and a count. Sums and counts of different micro-batches and ranks can be added, but means
-cannot. The count is the number of samples, or of tokens that are not padding. Metrics are a dict that maps each name to
-a sum and a count. To use several losses, return their weighted sum, and report each loss as a metric.
+cannot. The count is the number of samples or of non-padding tokens. Metrics are returned in a dict that maps each name
+to a sum and a count. To combine several losses, return their weighted sum, and report each loss as a metric.
 """
 
 import math
@@ -35,7 +35,7 @@ _EXAMPLE = "return F.cross_entropy(logits, targets, reduction='sum'), len(target
 
 
 class LossError(ConfigError):
-    """Raised if a loss function is used incorrectly, or does not return a sum, a count and optionally metrics."""
+    """Raised if a loss function returns an invalid result, or is used incorrectly."""
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,7 @@ class Totals:
     same_path: bool = True  # whether `path` was the same number on all ranks; see `StepLoss.reduce`
 
     def means(self) -> dict[str, float]:
-        """Return the mean of the loss and of each metric, or NaN if the count is zero."""
+        """Return the mean of the loss and of each metric, by name. A mean is NaN if its count is zero."""
         return {name: self.sums[name] / self.counts[name] if self.counts[name] else math.nan for name in self.sums}
 
 
@@ -59,23 +59,25 @@ def call_loss(loss: Loss, model: Any, batch: Any) -> tuple[torch.Tensor, dict[st
         The tensor to call `backward` on, and the detached sum and count of the loss and of each metric, by name.
 
     Raises:
-        LossError: If `loss` does not return a sum, a count and optionally metrics.
+        LossError: If `loss` does not return a sum and a count, optionally followed by metrics.
     """
     returned = loss(model, batch)
     if not (isinstance(returned, tuple) and len(returned) in {2, 3}):
-        raise LossError(f"the loss must return a sum and a count, as in '{_EXAMPLE}', got {_describe(returned)}")
+        raise LossError(
+            f"the loss function must return a sum and a count, as in '{_EXAMPLE}', got {_describe(returned)}"
+        )
     total, count, *rest = returned
     metrics = rest[0] if rest else {}
     if not isinstance(total, torch.Tensor) or total.numel() != 1:
         raise LossError(
-            f"the first value that the loss returns must be a tensor with one element (the sum), as in '{_EXAMPLE}', "
+            f"the loss function's first return value must be a tensor with one element (the sum), as in '{_EXAMPLE}', "
             f"got {_describe(total)}"
         )
     if not _is_number(count):
-        raise LossError(f"the second value that the loss returns must be a number (the count), got {_describe(count)}")
+        raise LossError(f"the loss function's second return value must be a number (the count), got {_describe(count)}")
     if not isinstance(metrics, Mapping) or LOSS in metrics:
         raise LossError(
-            f"the third value that the loss returns must be a dict of metrics without the key {LOSS!r}, such as "
+            f"the loss function's third return value must be a dict of metrics without the key {LOSS!r}, such as "
             f"{{'accuracy': (correct, count)}}, got {_describe(metrics)}"
         )
     for name, pair in metrics.items():
@@ -86,12 +88,12 @@ def call_loss(loss: Loss, model: Any, batch: Any) -> tuple[torch.Tensor, dict[st
 
 
 def require_call(is_called: bool) -> None:
-    """Raise `LossError` unless the loss called the model that it received."""
+    """Raise `LossError` unless the loss function called the model that it received."""
     if not is_called:
         raise LossError(
-            "the loss did not call the model that it received as its first argument. A call to the inner module "
-            "bypasses the wrapper that synchronizes gradients. Write the loss as 'def loss(model, batch): ...', and "
-            "call that 'model', not model.module or a model from an outer scope"
+            "the loss function did not call the model that it received as its first argument. A call to the inner "
+            "module bypasses the wrapper that synchronizes gradients. Write the function as 'def loss(model, batch): "
+            "...', and call this argument, not model.module or a model from an outer scope"
         )
 
 
@@ -116,15 +118,15 @@ def _describe(value: object) -> str:
 class StepLoss:
     """A loss that is computed for each micro-batch of a step, and summed over micro-batches and ranks.
 
-    The loss is the sum divided by the count, both over all ranks. However, the counts of other ranks are known only
-    during the backward pass. Therefore, `forward` divides by an *expected* count, and `finish` multiplies the gradient
-    by expected / actual. The expected count is the previous step's count, rounded to a power of two. Division by a
-    power of two is exact, so the gradient does not depend on the expected count. With this division, float16 values are
-    about as large as for a mean loss.
+    The mean loss is the sum divided by the count, both over all ranks. However, the counts of other ranks are known
+    only during the backward pass. Therefore, `forward` divides the loss by an *expected* count, and `finish` multiplies
+    the gradient by the ratio expected / actual. The expected count is the previous step's count, rounded to a power of
+    two. Division by a power of two is exact, so the gradient does not depend on the expected count. The division keeps
+    float16 values about as large as for a mean loss.
     """
 
     def __init__(self, loss: Loss, world: World, precision: Precision | None = None) -> None:
-        """Start without an expected count, which the first step determines."""
+        """Store the arguments. The first step determines the expected count."""
         self.loss, self.world, self.precision = loss, world, precision or Precision(world=world)
         self.names: tuple[str, ...] = ()
         self.expected = 0.0
@@ -148,8 +150,8 @@ class StepLoss:
             total, parts = self._first_call(model, batch)
         if tuple(parts) != self.names:
             raise LossError(
-                f"the loss must return the same names in every call, got [{', '.join(self.names)}] in the first call "
-                f"and [{', '.join(parts)}] in this call"
+                f"the loss function must return the same metrics in every call, got [{', '.join(self.names)}] in the "
+                f"first call and [{', '.join(parts)}] in this call"
             )
         before = self._parts
         self._parts = {name: _sum(before[name], pair) if before else pair for name, pair in parts.items()}
@@ -173,8 +175,8 @@ class StepLoss:
                 raise LossError(f"on rank {rank}, {problem}")
             if names != of_ranks[0][1]:
                 raise LossError(
-                    f"the loss must return the same names on all ranks, got [{', '.join(of_ranks[0][1])}] on rank 0 "
-                    f"and [{', '.join(names)}] on rank {rank}"
+                    f"the loss function must return the same metrics on all ranks, got [{', '.join(of_ranks[0][1])}] "
+                    f"on rank 0 and [{', '.join(names)}] on rank {rank}"
                 )
         self.names = tuple(parts)
         self.expected = self.expected or _power_of_two(sum(each for _, _, each in of_ranks))
@@ -184,7 +186,7 @@ class StepLoss:
         """Start the all-reduce of the totals. Collective.
 
         Call this method after the last forward pass of a step. The all-reduce overlaps with the backward pass. The
-        all-reduce also sums the `stop_flags`, and checks that `path`, a number below 2^16, is the same on all ranks.
+        all-reduce also sums `stop_flags`. Its result shows whether `path`, an int below 2^16, is equal on all ranks.
         """
         numbers = [*(value for pair in self._parts.values() for value in pair), stop_flags, path, path**2]
         values = to_vector(numbers, self.world.device)
@@ -198,12 +200,12 @@ class StepLoss:
         self._summed = summed
 
     def finish(self, parameters: Iterable[nn.Parameter]) -> Totals:
-        """Return the totals of all ranks, and correct the gradients of `parameters` if the expected count was wrong.
+        """Return the totals over all ranks, and correct the gradients of `parameters` if the expected count was wrong.
 
         Call this method after all gradients of the step have been computed.
 
         Raises:
-            ValueError: On all ranks, if the count over all ranks is zero, because the mean is then undefined.
+            ValueError: On all ranks, if the total count is zero, because the mean would be undefined.
         """
         totals = self._receive()
         self._correct(parameters, totals.counts[LOSS])
@@ -227,7 +229,9 @@ class StepLoss:
     def _expect(self, totals: Totals) -> None:
         """Set the expected count for the next step. Raise `ValueError` if the count over all ranks is zero."""
         if not totals.counts[LOSS]:
-            raise ValueError("the loss counted no elements on any rank in this step, so its mean is undefined")
+            raise ValueError(
+                "the loss function counted no elements on any rank in this step, so the mean loss is undefined"
+            )
         self.expected = _power_of_two(totals.counts[LOSS])
 
     def state_dict(self) -> dict[str, float]:
@@ -248,5 +252,5 @@ def _double(value: Number) -> Number:
 
 
 def _power_of_two(count: float) -> float:
-    """Return the nearest power of two on a logarithmic scale, or 1 if `count` is zero, infinite or NaN."""
+    """Return the power of two nearest to `count` on a log scale, or 1 if `count` is zero, infinite or NaN."""
     return 2.0 ** round(math.log2(count)) if 0 < count < math.inf else 1.0

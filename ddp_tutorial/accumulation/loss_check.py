@@ -1,4 +1,4 @@
-"""Detect loss functions that return a mean instead of a sum. This mistake is the most frequent one."""
+"""Detect loss functions that return a mean instead of a sum. Returning a mean is the most common mistake."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -16,28 +16,28 @@ from ddp_tutorial.world import World
 
 
 def require_sum(world: World, loss: Loss, model: nn.Module, batch: Any, precision: Precision) -> None:
-    """Raise `LossError` on all ranks if the loss on any rank is a mean instead of a sum. Collective.
+    """Raise `LossError` on all ranks if `loss` returns a mean instead of a sum on any rank. Collective.
 
-    The check runs only if the batch is a tree of tensors with the same number of rows.
+    The check runs only if every rank's batch is a tree of tensors that all have the same, nonzero number of rows.
     """
     # Either all ranks check or no rank does, because a forward pass with sharded weights is collective.
     if any_rank(world, not has_rows(batch)):
         return
     if any_rank(world, is_mean_loss(loss, model, batch, precision)):
         raise LossError(
-            "the loss must be a sum, got a mean: duplicating the samples doubled the count but not the loss. Return a "
-            "sum, as in F.cross_entropy(..., reduction='sum')"
+            "the loss must be a sum, got a mean (duplicating the samples doubled the count but not the loss). Return "
+            "a sum, as in F.cross_entropy(..., reduction='sum')"
         )
 
 
 def has_rows(batch: Any) -> bool:
-    """Return whether `batch` is a tree of tensors with the same number of rows, which is at least one."""
+    """Return whether `batch` is a tree of tensors that all have the same, nonzero number of rows."""
     rows = {len(leaf) if torch.is_tensor(leaf) and leaf.dim() else 0 for leaf in tree_leaves(batch)}
     return len(rows) == 1 and rows != {0}
 
 
 def is_mean_loss(loss: Loss, model: nn.Module, batch: Any, precision: Precision) -> bool:
-    """Return whether duplicating all samples doubles the count of `loss` but does not change its value.
+    """Return whether duplicating samples doubles the count that `loss` returns but does not change the sum.
 
     `batch` is a tree of tensors with at least one row. If the loss raises an exception, the result is False.
     """

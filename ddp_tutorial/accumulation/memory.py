@@ -1,4 +1,4 @@
-"""Measure the activations that the forward pass saves for the backward pass, and the peak memory of both passes."""
+"""Measure the memory of saved activations, and the peak memory of the forward and backward passes."""
 
 import weakref
 from collections.abc import Callable, Iterator
@@ -21,13 +21,13 @@ class SavedBytes:
 
     @property
     def nbytes(self) -> int:
-        """The total number of bytes."""
+        """The total size in bytes."""
         return sum(self.storages.values())
 
 
 @contextmanager
 def count_saved_bytes(model: nn.Module) -> Iterator[SavedBytes]:
-    """Count the bytes that autograd saves for the backward pass, except the parameters and buffers of `model`.
+    """Count the bytes that autograd saves for the backward pass, excluding the parameters and buffers of `model`.
 
     with count_saved_bytes(model) as saved:
         loss = model(inputs).sum()

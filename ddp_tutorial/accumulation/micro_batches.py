@@ -17,7 +17,7 @@ Item = TypeVar("Item")
 
 
 def group(items: Iterable[Item], count: int, remainder: Literal["flush", "drop"] = "flush") -> Iterator[list[Item]]:
-    """Yield groups of `count` micro-batches. `remainder` specifies whether to yield or drop a smaller last group."""
+    """Yield groups of `count` micro-batches. A smaller last group is also yielded, unless `remainder` is "drop"."""
     if count < 1:
         raise ValueError(f"a step must have at least 1 micro-batch, got {count}")
     step: list[Item] = []
@@ -31,14 +31,13 @@ def group(items: Iterable[Item], count: int, remainder: Literal["flush", "drop"]
 
 
 def accumulate(model: DataParallel, loss: StepLoss, batches: Sequence[Any], stop_flags: float = 0.0) -> Totals:
-    """Run the forward and backward passes of all micro-batches, and return the totals of all ranks. Collective.
+    """Run the forward and backward passes of all micro-batches, and return the totals over all ranks. Collective.
 
-    Afterwards, `.grad` on every rank contains the gradient of the mean loss over the micro-batches of all ranks,
+    Afterward, `.grad` on every rank contains the gradient of the mean loss over the micro-batches of all ranks,
     multiplied by `precision.loss_scale`. Ranks synchronize once, in the last micro-batch.
 
     Raises:
-        ValueError: If there are no micro-batches. Also raised on all ranks if the count of the loss over all ranks is
-            zero.
+        ValueError: If there are no micro-batches. Also raised on all ranks if the total count of the loss is zero.
         LossError: If the loss function does not call `model`.
     """
     if not batches:

@@ -16,8 +16,8 @@ def locate_nonfinite(world: World, module: nn.Module, loss: Loss, batches: Seque
     """Return a description of the origin of a non-finite value. Collective.
 
     After the all-reduce, a NaN from one rank has spread to all ranks. Therefore, each rank repeats the forward and
-    backward passes of its own batches, without changing `.grad`. Each rank first checks the loss and then each
-    parameter's gradient, in the order of the backward pass.
+    backward passes of its own batches, without changing `.grad`. Each rank checks the parameters, then the loss, and
+    then the gradients in the order of the backward pass.
     """
     found = None
     parameters = _parameters_backwards(module)
@@ -48,5 +48,5 @@ def _first_nonfinite(named: Sequence[tuple[str, torch.Tensor | None]]) -> str | 
 
 
 def _parameters_backwards(module: nn.Module) -> list[tuple[str, nn.Parameter]]:
-    """Return the trainable parameters in reverse order, which is about the order of the backward pass."""
+    """Return the trainable parameters in reverse order, which approximates the order of the backward pass."""
     return [(name, parameter) for name, parameter in module.named_parameters() if parameter.requires_grad][::-1]

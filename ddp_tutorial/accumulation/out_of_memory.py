@@ -1,16 +1,16 @@
-"""Skip a batch on all ranks if a rank runs out of memory in the forward pass.
+"""Skip a batch on all ranks if any rank runs out of memory in the forward pass.
 
     each rank                            all ranks
     forward pass of a micro-batch  ->    all-reduce: which ranks failed?  ->  none: backward pass
                                                                           ->  some: OutOfMemoryError on all ranks
 
-When this all-reduce runs, DDP's forward collectives have finished, and its backward collectives have not started.
+When this all-reduce runs, DDP's forward collectives have finished, and DDP's backward collectives have not started.
 Therefore, every rank can join the all-reduce, even if its forward pass failed. The reduced tensor contains one number
 per rank. The all-reduce runs in each micro-batch and must wait for the forward pass.
 
 In three cases, the ranks cannot agree to skip the batch, and the error aborts the run. If a rank fails in the backward
-pass, the other ranks are already in all-reduces that the failed rank never joins. The same problem occurs in a forward
-pass with collectives, such as that of `SyncBatchNorm`. If the first step fails, the next step would probably fail too.
+pass, the other ranks are already in all-reduces that the failed rank never joins. The same applies if the forward pass
+contains collectives, as with `SyncBatchNorm`. If the first step fails, the next step will probably fail too.
 """
 
 from typing import Any
@@ -28,22 +28,22 @@ class OutOfMemoryError(FailedError):
     def __init__(self, ranks: tuple[int, ...], description: str = "") -> None:
         """Create the error for the failed `ranks`. On these ranks, `description` is the allocator's message."""
         super().__init__(
-            f"rank {', '.join(map(str, ranks))} ran out of memory in the forward pass"
+            f"rank{'s' if ranks[1:] else ''} {', '.join(map(str, ranks))} ran out of memory in the forward pass"
             f"{description and f': {description}'}"
         )
         self.ranks, self.description = ranks, description
 
     def __reduce__(self) -> tuple[type, tuple[tuple[int, ...], str]]:
-        """Return the constructor arguments for unpickling, because they differ from the error message."""
+        """Return the class and its constructor arguments. By default, unpickling would pass only the error message."""
         return OutOfMemoryError, (self.ranks, self.description)
 
 
 class BackwardOutOfMemoryError(FailedError):
-    """Raised on a rank that runs out of memory in the backward pass, which is too late to skip the batch."""
+    """Raised on a rank that runs out of memory in the backward pass, when it is too late to skip the batch."""
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Return whether a GPU or CPU allocator raised `error`. torch defines no error type for the CPU."""
+    """Return whether a GPU or CPU allocator raised `error`. torch has no out-of-memory exception for the CPU."""
     if isinstance(error, MemoryError | torch.OutOfMemoryError):
         return True
     return (
@@ -52,11 +52,11 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 class OutOfMemoryAgreement(StepLoss):
-    """A `StepLoss` that raises `OutOfMemoryError` on all ranks if a rank runs out of memory in the forward pass."""
+    """A `StepLoss` that raises `OutOfMemoryError` on all ranks if any rank runs out of memory in the forward pass."""
 
     def forward(self, model: Any, batch: Any, loss_multiplier: float = 1.0) -> torch.Tensor:
-        """Return the loss of one micro-batch; see `StepLoss.forward`. Collective after the first step."""
-        if not self.names:  # the first step
+        """Return the loss of one micro-batch; see `StepLoss.forward`. Collective."""
+        if not self.names:  # the first call
             return super().forward(model, batch, loss_multiplier)
         part, description = None, ""
         try:

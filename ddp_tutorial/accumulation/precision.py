@@ -1,10 +1,10 @@
 """Implement mixed precision, loss scaling, gradient clipping and the optimizer step, identically on every rank.
 
 With autocast (Micikevicius et al., "Mixed precision training", 2018), matrix products are computed in 16 bits. Weights,
-gradients and the optimizer state stay in float32. bfloat16 does not require loss scaling. The largest float16 value
-is 65,504, and values below about 3e-8 become zero. Therefore, the loss is multiplied by a scale before the backward
-pass, and the gradient is divided by the scale afterwards. If the scale is too large, the gradient overflows. In that
-case, all ranks skip the step, and the scale is halved.
+gradients and the optimizer state stay in float32. bfloat16 does not require loss scaling. The largest float16 value is
+65,504, and values below about 3e-8 become zero. Therefore, the loss is multiplied by a scale before the backward pass,
+and the gradient is divided by the scale afterward. If the scale is too large, the gradient overflows. In that case, all
+ranks skip the step, and the scale is halved.
 """
 
 import inspect
@@ -29,13 +29,13 @@ class NotFiniteError(RuntimeError):
 
 
 def require_no_closure(optimizer: torch.optim.Optimizer) -> None:
-    """Raise `ConfigError` if `optimizer.step` requires a closure that computes the loss again, as in LBFGS."""
+    """Raise `ConfigError` if `optimizer.step` requires a closure that recomputes the loss, as LBFGS does."""
     closure = inspect.signature(optimizer.step).parameters.get("closure")
     if closure is not None and closure.default is inspect.Parameter.empty:
         raise ConfigError(
-            f"{type(optimizer).__name__} requires a closure that computes the loss several times per step, but a "
-            "training step computes one gradient over all ranks. Use an optimizer whose step() requires no closure, "
-            "such as torch.optim.AdamW"
+            f"{type(optimizer).__name__} requires a closure that recomputes the gradient, but a training step "
+            "computes the gradient only once. Use an optimizer whose step() requires no closure, such as "
+            "torch.optim.AdamW"
         )
 
 
@@ -43,7 +43,7 @@ def require_no_closure(optimizer: torch.optim.Optimizer) -> None:
 class Scale:
     """The loss scale. It is halved after an overflow and doubled after `growth_interval` steps without overflow.
 
-    `torch.amp.GradScaler` follows the same rule in one process. All ranks must pass the same `overflow` to `update`.
+    `torch.amp.GradScaler` follows the same rule in one process. All ranks must call `update` with the same `overflow`.
     """
 
     value: float
@@ -62,9 +62,9 @@ class Scale:
 
 
 class Update(NamedTuple):
-    """The gradient's norm before clipping, and whether an update has changed the weights.
+    """The gradient's norm before clipping, and whether the update has been applied to the weights.
 
-    `scale_may_help` is true for an overflow that a smaller loss scale can fix, and false for a bug.
+    `scale_may_help` is true if a smaller loss scale may prevent the overflow, and false otherwise.
     """
 
     norm: torch.Tensor
@@ -73,7 +73,7 @@ class Update(NamedTuple):
 
 
 def total_norm_over(tensors: Sequence[torch.Tensor], group: Any, ranks: int, device: torch.device) -> torch.Tensor:
-    """Return the norm of all `tensors` on the ranks in `group`. Each of these ranks receives the result. Collective.
+    """Return the combined norm of the `tensors` on all ranks in `group`. These ranks receive the result. Collective.
 
     Args:
         tensors: This rank's tensors. An element that is stored on several ranks is counted once per rank.
@@ -88,12 +88,12 @@ def total_norm_over(tensors: Sequence[torch.Tensor], group: Any, ranks: int, dev
 
 
 class Precision:
-    """The mixed-precision steps of a run.
+    """A run's mixed-precision implementation.
 
     Use `autocast` in the forward pass, multiply the loss by `loss_scale`, and call `update` after the backward pass.
 
-    With DDP, all ranks hold the same gradient and therefore compute the same norm. With a loss scale, the ranks
-    nevertheless agree on an overflow, because the weights would silently diverge if only some ranks updated them.
+    With DDP, all ranks hold the same gradient and therefore compute the same norm. With a loss scale, the ranks also
+    communicate whether the gradient overflowed. If only some ranks ran the update, the weights would silently diverge.
     """
 
     def __init__(self, config: PrecisionConfig | None = None, world: World | None = None) -> None:
@@ -104,7 +104,7 @@ class Precision:
 
     @property
     def loss_scale(self) -> float:
-        """The factor that multiplies the loss before the backward pass. It is 1 except with float16."""
+        """The factor by which the loss is multiplied before the backward pass. It is 1 except with float16."""
         return self.scale.value if self.scale else 1.0
 
     def autocast(self) -> AbstractContextManager[None]:
@@ -125,14 +125,14 @@ class Precision:
     ) -> Update:
         """Divide the gradient by the scale, clip it by its norm, run the optimizer step and clear the gradient.
 
-        Collective with float16: if the gradient is not finite on any rank, all ranks skip the step. Clipping before
-        the division would make the gradient too small by the factor `scale`.
+        Collective with float16: if the gradient is not finite on any rank, all ranks skip the step. Clipping before the
+        division would make the gradient too small by a factor equal to the scale.
 
         Args:
             optimizer: The optimizer to step.
             clip: The maximum norm of the gradient. None disables clipping.
-            loss: The unscaled loss of all ranks. If the loss is not finite, or if the scale is 1, a smaller scale
-                cannot help.
+            loss: The unscaled loss, summed over all ranks. If the loss is not finite, or if the scale is 1, a smaller
+                scale cannot help.
             norm_of: A function that returns the norm of the full gradient. Required if this rank stores only a shard of
                 the gradient.
         """
@@ -163,11 +163,11 @@ class Precision:
         return {} if self.scale is None else {k: getattr(self.scale, k) for k in ("value", "steady", "overflows")}
 
     def load_state_dict(self, state: dict[str, float | int]) -> None:
-        """Restore the scale. Raise `ValueError` if only one of `state` and this precision uses a scale."""
+        """Restore the scale. Raise `ValueError` if only one of `state` and this object contains a scale."""
         if bool(state) != bool(self.scale):
             wanted = "must not contain" if state else "must contain"
             raise ValueError(
-                f"a checkpoint for precision {self.config.dtype} {wanted} a loss scale: only fp16 uses a loss scale"
+                f"a checkpoint for precision {self.config.dtype} {wanted} a loss scale, which only fp16 uses"
             )
         for name, value in state.items():
             setattr(self.scale, name, value)

@@ -47,7 +47,7 @@ class ReplicatedStrategy:
         return nullcontext(self.module)
 
     def checkpoint_components(self, optimizer: torch.optim.Optimizer) -> dict[str, Part]:
-        """Return the model and optimizer components, which are the same on all ranks."""
+        """Return the model and optimizer components, which are identical on all ranks."""
         return {"model": (self.module, "replicated"), "optimizer": (optimizer, "replicated")}
 
     def sync_buffers(self) -> None:
@@ -66,8 +66,8 @@ class ReplicatedStrategy:
 class DDPStrategy(ReplicatedStrategy):
     """A strategy in which each rank stores the full model, and gradients are averaged over all ranks.
 
-    With `agree_on_memory`, all ranks raise `OutOfMemoryError` if a rank runs out of memory in the forward pass. All
-    ranks can then continue with the next step. The docstring of `out_of_memory` describes the cost and the limits.
+    With `agree_on_memory`, all ranks raise `OutOfMemoryError` if any rank runs out of memory in the forward pass. They
+    can then continue with the next batch. The `out_of_memory` module documents the option's cost and limitations.
     """
 
     def __init__(
@@ -96,7 +96,7 @@ class DDPStrategy(ReplicatedStrategy):
         return self.accumulation
 
     def backward(self, batches: Sequence[Any], stop_flags: float = 0.0) -> Totals:
-        """Compute `.grad`, and return the totals of all ranks; see `Strategy.backward`."""
+        """Compute `.grad`, and return the totals over all ranks; see `Strategy.backward`."""
         try:
             return accumulate(self.model, self.loss, batches, stop_flags)
         except Exception as error:
@@ -105,11 +105,11 @@ class DDPStrategy(ReplicatedStrategy):
             raise BackwardOutOfMemoryError(
                 f"rank {self.model.world.rank} ran out of memory in the backward pass: "
                 f"{str(error).partition(chr(10))[0]}. The other ranks may already be reducing gradients, so this step "
-                "cannot be skipped. Use smaller micro-batches (a larger 'accumulation'), or model.recompute=true"
+                "cannot be skipped. Use smaller micro-batches (a larger 'accumulation'), or set model.recompute=true"
             ) from error
 
     def checkpoint_components(self, optimizer: torch.optim.Optimizer) -> dict[str, Part]:
-        """Return the components of the model, the optimizer, and PowerSGD's per-rank compression errors."""
+        """Return the model and optimizer components and, with PowerSGD, each rank's compression errors."""
         components = super().checkpoint_components(optimizer)
         if self.model.kept is not None:  # the compression errors that a rank has not sent yet
             components["compression"] = (self.model.kept, "per_rank")
@@ -117,10 +117,10 @@ class DDPStrategy(ReplicatedStrategy):
 
 
 def require_local_forward(model: nn.Module) -> None:
-    """Raise `ConfigError` if the forward pass is collective, because the other ranks would wait for a failed rank."""
+    """Raise `ConfigError` if the forward pass contains collectives, in which ranks would wait for a failed rank."""
     for name, part in model.named_modules():
         if isinstance(part, nn.SyncBatchNorm | SyncBatchNorm):
             raise ConfigError(
                 f"'oom_skips' requires a forward pass without collectives, but {name!r} is a {type(part).__name__}, "
-                "which synchronizes the ranks in the forward pass: use BatchNorm, or set oom_skips=0"
+                "which synchronizes the ranks in the forward pass. Use BatchNorm, or set oom_skips=0"
             )

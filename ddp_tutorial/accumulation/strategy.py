@@ -31,10 +31,10 @@ class Strategy(Protocol):
         ...
 
     def setup_optimizer(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
-        """Return the optimizer to step. Call this method once, before the first step.
+        """Return the optimizer that updates the weights. Call this method once, before the first step.
 
-        `optimizer` was created from the full model and has not taken a step. If the weights are sharded, the result is
-        an optimizer for this rank's shard.
+        `optimizer` must hold the full model's parameters and must not have run a step. If the weights are sharded, the
+        result is an optimizer for this rank's shard.
         """
         ...
 
@@ -47,7 +47,7 @@ class Strategy(Protocol):
         ...
 
     def sync_buffers(self) -> None:
-        """Broadcast rank 0's buffers, before the model is evaluated or saved."""
+        """Broadcast rank 0's buffers. Call this method before the model is evaluated or saved."""
         ...
 
     def evaluation_weights(self) -> AbstractContextManager[object]:
@@ -63,7 +63,7 @@ class Strategy(Protocol):
         ...
 
     def state_dict(self) -> Mapping[str, float]:
-        """Return the state that is required to resume bitwise identically. The state is the same on all ranks."""
+        """Return the state required to resume with bitwise identical results. The state is the same on all ranks."""
         ...
 
     def load_state_dict(self, state: Any) -> None:

@@ -31,7 +31,7 @@ class StepResult:
     """The result of a step. Except within a round of local SGD, the result is the same on all ranks.
 
     Attributes:
-        means: The means of the loss and of the metrics, by name.
+        means: The mean of the loss and of each metric, by name.
         count: The number of elements in the loss (samples or tokens), summed over all ranks.
         grad_norm: The gradient's norm before clipping. In local SGD, this is the norm of this rank's gradient.
         learning_rate: The learning rate of the step.
@@ -54,17 +54,17 @@ class TrainStep:
         model: The model, on this rank's device.
         source: The source of micro-batches.
         loss: A function that returns a sum and a count; see `accumulation.loss`.
-        world: The ranks.
+        world: The ranks of the run.
         strategy: The strategy that computes the gradient of `model`.
         optimizer: The optimizer that `strategy.setup_optimizer` returned.
         scheduler: The learning-rate scheduler of `optimizer`.
-        precision: The precision with which `strategy` was created.
+        precision: The `Precision` that was passed to `strategy`.
         clip: The maximum norm of the gradient. None disables clipping.
         oom_skips: The maximum number of consecutive batches to skip if a rank runs out of memory in its forward pass.
 
     Raises:
         LossError: In the first step, if the loss is a mean.
-        OutOfMemoryError: On all ranks, if a rank ran out of memory for more than `oom_skips` consecutive batches.
+        OutOfMemoryError: On all ranks, if ranks run out of memory in more than `oom_skips` consecutive batches.
         NotFiniteError: On all ranks, if the gradient is not finite and a smaller loss scale would not help.
     """
 

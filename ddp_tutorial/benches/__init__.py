@@ -1,8 +1,8 @@
 """Benchmarks that verify the project's performance claims. Run `python -m ddp_tutorial bench NAME [--json]`.
 
-The arms of a benchmark alternate within one run, so that background load affects all arms equally. A benchmark reports
-each arm's median, minimum and maximum, and ratios between arms. Each ratio is the median of the per-repeat ratios. To
-compare machines, use the ratios instead of the absolute values.
+The arms of a benchmark alternate within one run, so that background load affects all arms equally. A report contains
+each arm's median, minimum and maximum, and the ratios between arms. Each ratio is the median of the per-repeat ratios.
+To compare machines, use the ratios instead of the absolute values.
 """
 
 import importlib
@@ -50,13 +50,13 @@ def run_bench(name: str, repeats: int) -> dict[str, Any]:
 def report(
     name: str, samples: Samples, units: dict[str, str] | str, ratios: dict[str, tuple[str, str]]
 ) -> dict[str, Any]:
-    """Return the JSON object that every benchmark prints.
+    """Return a benchmark's report as a dict that can be serialized as JSON.
 
     Args:
         name: The name of the benchmark.
         samples: The values of each arm, one per repeat.
         units: The unit of each arm, or one unit for all arms.
-        ratios: For each ratio, the arm in the numerator and the arm in the denominator.
+        ratios: The numerator arm and the denominator arm of each ratio.
     """
     from ddp_tutorial.environment import describe_environment
 

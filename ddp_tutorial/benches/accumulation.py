@@ -15,7 +15,7 @@ _TURNS, _STEPS = 2, 2  # turns per arm per repeat, and steps per turn
 
 
 def measure(repeats: int) -> dict[str, Any]:
-    """Measure the tokens per second on two single-threaded ranks. All arms use the same batch size."""
+    """Measure throughput in tokens per second on two single-threaded ranks. All arms use the same batch size."""
     samples = launch(_measure, 2, repeats, device="cpu", threads=1, echo=False)[0]
     ratios = {"invariant_vs_ddp": ("invariant", "ddp")} | {f"k{k}_vs_k1": (f"k{k}", "k1") for k in KS[1:]}
     return report("accumulation", samples, "tokens/s", ratios)

@@ -54,7 +54,7 @@ import_dynamo()  # once, in the ranks' fork server; otherwise, each rank would i
 def config_of(name: str, background: bool = False, keep_last: int = 2, workers: int = 0) -> TaskConfig:
     """Return the config of a small run that uses every kind of training state.
 
-    The run uses dropout, a loss scale, gradient accumulation, a log and evaluation.
+    The run uses dropout, loss scaling, gradient accumulation, logging and evaluation.
     """
     return TaskConfig.model_validate(
         {
@@ -82,10 +82,10 @@ class PlannedFailure:
     """A failure to inject into a rank.
 
     Attributes:
-        point: The point of the failure. An empty string matches any point.
+        point: The point at which the failure is injected. An empty string matches any point.
         nth: The failure happens when the rank reaches the point for the nth time.
-        how: "kill" sends SIGKILL, and "fail" makes one disk operation fail. With "fill", only `free_bytes` bytes of the
-            disk are free afterwards. With "limit", no file can exceed `free_bytes` bytes afterwards.
+        how: "kill" sends SIGKILL, and "fail" makes one disk operation fail. "fill" leaves only `free_bytes` bytes of
+            the disk free. "limit" limits the size of each file to `free_bytes` bytes.
         free_bytes: The free space for "fill", or the maximum file size for "limit".
     """
 
@@ -100,10 +100,10 @@ class Attempt:
     """The result of one attempt.
 
     Attributes:
-        point: The point of the injected failure, or None if there was none.
+        point: The point of the injected failure, or None if no failure was injected.
         in_saving: Whether the failure happened while a checkpoint was being saved.
         published: The step of the newest checkpoint that was renamed to its final name.
-        seen: The number of visits to each point, for each rank that exited without being killed.
+        seen: For each rank that finished or rejected the run, the number of visits to each point.
         refused: The error message of each rank that rejected the config.
         is_well: Whether all ranks exited with code 0.
         left: The number of processes still running after the attempt.
@@ -119,20 +119,20 @@ class Attempt:
 
 
 class Points:
-    """The points that runs of one kind reach, shuffled.
+    """The points that one kind of run reaches, in random order.
 
-    The points are learned from ranks that exit without being killed. Every point is used once before any point is
+    The points are learned from ranks that finish or reject a run. Every point is used once before any point is
     repeated.
     """
 
     def __init__(self, rng: random.Random, known: Mapping[tuple[int, str], int] | None = None) -> None:
-        """Start with the `known` points, which map (rank, point) to the number of visits."""
+        """Store `known`, which maps each pair (rank, point) to the number of visits."""
         self.random = rng
         self.known = dict(known or {})  # (rank, point) -> number of visits
         self.waiting: dict[How, deque[tuple[int, str]]] = {}
 
     def learn(self, life: Attempt) -> None:
-        """Record the points of an attempt that no earlier attempt reached, such as points during a resume."""
+        """Record the points that no earlier attempt reached, such as points that only a resumed run reaches."""
         seen = {(rank, point): count for rank, points in life.seen.items() for point, count in points.items()}
         new = [each for each in seen if each not in self.known]
         self.known |= {each: seen[each] for each in new}
@@ -140,7 +140,7 @@ class Points:
             waiting.extend(self._shuffled(how, new))
 
     def next(self, how: How) -> tuple[int, str, int]:
-        """Return a rank, a point, and the visit number at which to inject the failure.
+        """Return a rank, a point, and the visit to that point (1 for the first) at which to inject the failure.
 
         If no points are known yet, the returned point is an empty string, which matches any point.
         """
@@ -153,11 +153,11 @@ class Points:
         return rank, point, self.random.randint(1, min(self.known[rank, point], 2))
 
     def put_back(self, how: How, rank: int, point: str) -> None:
-        """Put a point back into the queue if the rank did not reach it, for example because the rank did not resume."""
+        """Requeue a point that the rank did not reach, for example because the rank did not resume."""
         self.waiting[how].append((rank, point))
 
     def _shuffled(self, how: How, points: Iterable[tuple[int, str]]) -> list[tuple[int, str]]:
-        """Return, in random order, the points at which the failure is possible.
+        """Return the points at which the failure can occur, in random order.
 
         A rank can be killed at any point. Disk failures happen only at disk operations.
         """
@@ -167,7 +167,7 @@ class Points:
 
 @contextmanager
 def ranks_served() -> Iterator[None]:
-    """Fork ranks from one server process that has already imported their modules.
+    """Fork all ranks inside the context from one server process that has already imported their modules.
 
     The server runs in the current directory, and is stopped at the end of the block. Otherwise, it would keep running
     until its parent process, such as a notebook kernel, exits.
@@ -190,8 +190,8 @@ def run_attempt(
 
     Args:
         config: The config of the run.
-        failures: The failure to inject into each rank, by rank.
-        where: The working directory of each rank, for nodes without a shared folder. Defaults to the current folder.
+        failures: Dict from rank to the failure to inject into that rank.
+        where: Each rank's working directory, to simulate nodes without a shared folder. Defaults to the current folder.
         start: The multiprocessing start method.
 
     Raises:
@@ -275,7 +275,7 @@ def newest_valid(checkpoints: Path) -> int:
 
 
 def outcome(name: str) -> tuple[Any, ...] | None:
-    """Return the digest of a run's weights, and its per-step metrics. Both must be identical in all runs.
+    """Return a run's weight digest and per-step metrics. Both must be identical in all runs.
 
     The function returns None if the run has not finished.
     """
@@ -312,7 +312,7 @@ class FailureInjector:
     """An observer that counts a rank's visits to each point, and injects the planned failure."""
 
     def __init__(self, rank: int, notes: Path, failure: PlannedFailure | None) -> None:
-        """Inject `failure` into `rank`, and write notes to the folder `notes`."""
+        """Store the rank, the folder to which the injector writes its notes, and the failure to inject."""
         self.rank, self.notes, self.failure = rank, notes, failure
         self.seen: Counter[str] = Counter()
         self.left = failure.nth if failure is not None else 0
@@ -355,12 +355,12 @@ class FailureInjector:
             limit_files(self.failure.free_bytes)
 
     def end(self, code: int) -> None:
-        """Exit this rank without finalizing Python; see `rank._exit_without_finalizing`."""
+        """Write the visit counts, and exit this rank without finalizing Python; see `rank._exit_without_finalizing`."""
         self.note(f"seen.{self.rank}", json.dumps(self.seen))
         os._exit(code)
 
     def note(self, name: str, text: str) -> None:
-        """Write a note atomically, so that a kill leaves either the complete note or no note."""
+        """Write a note atomically, so that a killed rank leaves either the complete note or no note."""
         aside = self.notes / f"{self.rank}.{name}"
         aside.write_text(text)
         aside.rename(self.notes / name)

@@ -1,6 +1,6 @@
 """Define the function that each rank runs in the `torch.multiprocessing.spawn` arm of the launch benchmark.
 
-A spawned process imports the module that defines its function, so this module imports no package except torch.
+A spawned process imports the module that defines its target function, so this module imports no package except torch.
 """
 
 import os
@@ -11,9 +11,9 @@ import torch.distributed as dist
 
 
 def form_group_and_leave(rank: int, size: int, port: int) -> None:
-    """Join and leave a gloo group of `size` ranks on the loopback interface.
+    """Join and leave a gloo process group of `size` ranks on the loopback interface.
 
-    Like a rank of `launch`, the process uses one thread.
+    Like the ranks in the `launch` arm, the process uses one thread.
     """
     torch.set_num_threads(1)
     os.environ["GLOO_SOCKET_IFNAME"] = next(name for _, name in socket.if_nameindex() if name in {"lo", "lo0"})

@@ -1,11 +1,11 @@
-"""Inject failures into small runs; each run must be bitwise identical to an uninterrupted run.
+"""Inject failures into small runs, and check that each run is bitwise identical to an uninterrupted run.
 
-Each attempt kills one or both ranks with SIGKILL, or makes a disk operation fail. The same command is then rerun with
-`resume: auto` until the run finishes. Every known point is used once before any point is repeated, including the points
-in saving and resuming (see attempts.py). Some kills happen at random points.
+In most attempts, one or both ranks are killed with SIGKILL, or a disk operation fails. The run is then restarted with
+`resume: auto` until it finishes. Every known point, including those reached during saving and resuming (see
+attempts.py), is used once before any point is repeated. Some kills happen at random points instead.
 
-Between two attempts, the newest checkpoint may be damaged. Some attempts start the ranks on two nodes without a shared
-folder, and the ranks must reject such an attempt. Other runs use a disk of a few megabytes that fills up during an
+Between two attempts, the newest checkpoint may be damaged. Some attempts start the ranks on two simulated nodes without
+a shared folder. The ranks must reject these attempts. Other runs use a disk of a few megabytes that fills up during an
 attempt.
 
 After each attempt, the newest valid checkpoint must not be older than the newest published checkpoint, and all
@@ -63,9 +63,9 @@ def measure_chaos(
     two_nodes: int | None = None,
     mount: Callable[[Path, int], str] = mount_small_disk,
 ) -> dict[str, Any]:
-    """Run attempts with `kills` kills in a temporary folder, and inject other failures in between.
+    """Kill ranks in `kills` attempts in a temporary folder, and inject other failures in additional attempts.
 
-    For every three kills, about one disk operation fails.
+    About one disk operation fails for every three kills.
 
     Args:
         kills: The number of attempts in which ranks are killed.
@@ -77,9 +77,9 @@ def measure_chaos(
 
     Returns:
         The report. `attempts` counts the attempts by kind; "no failure" means that no failure was injected. `points`
-        counts the distinct pairs of a point and a failure, `in_saving` the kills during a save, `resumed` the attempts
-        that started from a checkpoint, and `damaged` the damaged checkpoints. `full_disk` contains the method, the
-        number of attempts that failed because the disk was full, and the reason if no real disk could be filled.
+        counts the distinct (point, failure) pairs. `in_saving` counts the kills during a save, `resumed` counts the
+        attempts that started from a checkpoint, and `damaged` counts the damaged checkpoints. `full_disk` contains the
+        method, the number of attempts that failed because the disk was full, and the reason if no real disk was filled.
 
         `bit_equal` is true if the weights, losses and gradient norms of every finished run are identical to those of
         the uninterrupted run. `lost` counts the attempts after which the newest valid checkpoint was too old.
@@ -118,7 +118,7 @@ def measure_chaos(
 
 
 def is_good(result: Mapping[str, Any]) -> bool:
-    """Return whether all requirements hold."""
+    """Return whether a report meets all requirements of the benchmark."""
     return bool(result["bit_equal"]) and not (result["lost"] or result["not_rejected"] or result["leftover_processes"])
 
 
@@ -143,7 +143,7 @@ def _on_a_full_disk(
     known: Mapping[bool, Mapping[tuple[int, str], int]],
     fills: int,
 ) -> tuple["_Tally", str]:
-    """Run attempts on a disk that fills up, in a single-threaded process.
+    """Run attempts in a single-threaded process, on a disk that fills up.
 
     Only a single-threaded process can mount the small disk. The ranks are forked, so that they inherit the mount.
 
@@ -241,7 +241,7 @@ class _Chaos:
         """Run one training run to completion, with up to `MAX_ATTEMPTS` attempts.
 
         The benchmark stops injecting failures after `limit` attempts in which a rank was killed or the disk was full.
-        The `two_nodes` attempts on two nodes are spread evenly among these attempts.
+        In addition, `two_nodes` attempts run on two simulated nodes. They are distributed evenly among the others.
         """
         runs, counted = self.tally.runs, next(iter(self.faults))
         name, oldest_allowed = f"run{runs}", 0
@@ -313,7 +313,7 @@ class _Chaos:
     def _damage(self, checkpoints: Path) -> int:
         """Truncate a file of the newest valid checkpoint if there is an older valid checkpoint.
 
-        Afterwards, return the step of the newest checkpoint that is still valid.
+        Return the step of the newest checkpoint that is valid afterward.
         """
         *others, newest = [None, *(path for path in list_checkpoints(checkpoints) if not verify(path))]
         if newest is not None and any(others):

@@ -1,4 +1,4 @@
-"""Measure the cost of a checkpoint: the time for which it blocks training, and the speed of writing it to disk."""
+"""Measure the training stall that a checkpoint causes, and the speed of writing the checkpoint to disk."""
 
 import json
 import os
@@ -22,8 +22,8 @@ WIDTH, LAYERS = 1024, 12  # a model of 50 MB; 150 MB with AdamW's state
 def measure(repeats: int) -> dict[str, Any]:
     """Measure the cost of a checkpoint in one process, in seconds.
 
-    The arms are a synchronous save, the training stall of a background save, `torch.save` with fsync on the same state,
-    and a search for the newest of 1,000 checkpoints.
+    Three arms save the same state. They measure a synchronous save, the training stall of a background save, and
+    `torch.save` followed by fsync. The fourth arm measures the search for the newest of 1,000 checkpoints.
     """
     with tempfile.TemporaryDirectory(prefix="bench-checkpoint-") as name:
         folder = Path(name)
@@ -66,7 +66,7 @@ def _timed(work: Callable[[], object]) -> float:
 
 
 def _stall(checkpointer: Checkpointer, step: int) -> float:
-    """Return the seconds for which a background save blocks training, in the `save` call and during publishing."""
+    """Return the total time in seconds for which a background save stalls training, while saving and publishing."""
     stalled = _timed(lambda: checkpointer.save(step))
     while checkpointer.is_writing:
         time.sleep(0.01)

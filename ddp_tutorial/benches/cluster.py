@@ -1,14 +1,14 @@
-"""Compare step times on simulated hosts with the scaling model, and this package's DDP with torch's DDP.
+"""Test the scaling model's step-time predictions on simulated hosts, and compare this package's DDP with torch's.
 
 The hosts are Linux network namespaces. The model is fitted to measurements on one host:
 
-- the computation time of one rank and of two independent ranks, in the same turns as the steps across hosts;
+- the computation time of one rank and of two independent ranks, measured in alternation with the steps across hosts;
 - the fraction of the communication that overlaps with computation, on a simulated link;
 - the cost of a message.
 
-The rate is the only property of the network that the model uses. If the link also has a delay, the expected time of a
-bare all-reduce follows from the rate and the delay (see `delays_in`). `hosts` measures steps on more hosts, whose ranks
-sleep instead of computing.
+The link rate is the only network property that the model uses. If the link also has a delay, the expected duration of a
+bare all-reduce follows from the rate and the delay (see `delays_in`). The module `hosts` measures steps on more hosts.
+In these steps, the ranks sleep instead of computing.
 """
 
 import math
@@ -53,8 +53,8 @@ class Measured(NamedTuple):
     """Rank 0's measurements.
 
     Attributes:
-        steps: For each arm, the step time in seconds in each repeat.
-        all_reduces: All-reduce times in seconds on a single host, by number of bytes.
+        steps: Each arm's step times in seconds, one per repeat.
+        all_reduces: All-reduce times in seconds on a single host, by tensor size in bytes.
         nbytes: The size of the gradients in bytes.
         buckets: The number of gradient buckets.
     """
@@ -66,7 +66,7 @@ class Measured(NamedTuple):
 
 
 def measure(repeats: int) -> dict[str, Any]:
-    """Measure steps and bare all-reduces at each of `RATES`, and steps on many hosts, in milliseconds.
+    """Measure step and bare all-reduce times at each rate in `RATES`, and step times on many hosts, in milliseconds.
 
     The report contains measured and predicted values.
 
@@ -111,7 +111,7 @@ def _add_all_reduces(
     link: LinkModel,
     of_ranks: list[dict[int, list[float]]],
 ) -> None:
-    """Add the measured and expected times of an all-reduce with a link delay, until both ranks have the result."""
+    """Add measured and expected all-reduce times on a delayed link. All-reduces end when both ranks have the result."""
     for size, nbytes in SIZES.items():
         name = f"allreduce_{size}_{between}"
         samples[name] = [1e3 * max(both) for both in zip(*(taken[nbytes] for taken in of_ranks), strict=True)]
@@ -121,13 +121,13 @@ def _add_all_reduces(
 
 
 def delays_in(nbytes: int, ranks: int) -> int:
-    """Return the number of consecutive link delays in a gloo all-reduce.
+    """Return the number of link delays that a gloo all-reduce incurs in sequence.
 
     Gloo splits the tensor into pieces of at most 1 MiB, with the same number of pieces (at least two) per rank; see
-    `ring` in gloo/allreduce.cc. A piece is sent only after the receiver has signaled that it is ready, which takes two
-    delays per piece. Two pieces are in flight at a time, so each piece that a rank sends costs one delay. In
-    each of two rounds, a rank sends all pieces except its own. On two ranks, a tensor of up to 4 MiB takes 4 delays,
-    and a tensor of 16 MiB takes 16, regardless of the TCP window.
+    `ring` in gloo/allreduce.cc. A piece is sent only after the receiver has signaled that it is ready, so each piece
+    incurs the link delay twice. Two pieces are in flight at a time, so the average is one delay per piece sent. In
+    each of two rounds, a rank sends all pieces except its own. On two ranks, a tensor of up to 4 MiB incurs 4 delays,
+    and a 16 MiB tensor incurs 16 delays, regardless of the TCP window.
 
     Args:
         nbytes: The size of the tensor in bytes. The tensor must contain at least two elements per rank.
@@ -173,7 +173,7 @@ def _measure(world: World, setups: dict[str, Setup], repeats: int) -> Measured:
 
 
 def _all_reduces(world: World, repeats: int) -> dict[int, list[float]]:
-    """Return this rank's all-reduce times in seconds, by number of bytes, with one time per repeat. Collective.
+    """Return this rank's all-reduce times in seconds, one per repeat, by tensor size in bytes. Collective.
 
     The first call is a warm-up and is not recorded.
     """

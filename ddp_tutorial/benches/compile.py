@@ -3,12 +3,12 @@
 Arms:
     ours: A `TrainStep` without compilation.
     ours_compiled: A `TrainStep` with `compile: true`.
-    bare: The hand-written loop of `overhead`.
+    bare: The hand-written loop of the module `overhead`.
     bare_compiled: The same loop with `torch.compile(DistributedDataParallel(model))`.
 
-Every arm reads the same number of samples, clips the gradients, advances the same schedule, and reports the global mean
-loss of every step. The first step includes the compilation, either with an empty cache (`cold`) or with the cached
-files of an earlier compilation (`cached`).
+Every arm reads the same number of samples, clips the gradients, uses the same learning-rate schedule, and reports the
+global mean loss of every step. The first step includes the compilation, either with an empty cache (`cold`) or with the
+cached files of an earlier compilation (`cached`).
 """
 
 import os
@@ -37,11 +37,11 @@ _TURN, _TURNS = 10, 5  # steps of an arm in one turn, and turns per repeat
 
 
 def measure(repeats: int) -> dict[str, Any]:
-    """Measure the time of the first step and of later steps on two single-threaded ranks.
+    """Measure the duration of the first step and of later steps on two single-threaded ranks.
 
-    Each repeat starts new ranks. First steps run in separate ranks, because the compiled arms in a process share
-    the compiled code. The cold first step takes the longest and is measured only once. All other times are measured in
-    every repeat.
+    Each repeat starts new ranks. Each first step is also measured on new ranks, because compiled arms in the same
+    process share the compiled code. The cold first step takes the longest and is measured only once. All other times
+    are measured in every repeat.
     """
     samples: Samples = {}
     for arm in _COMPILED:

@@ -1,22 +1,22 @@
-"""Measure the overhead of one detector and of the default detectors, compared with training steps without detectors.
+"""Measure the overhead that individual detectors and all default detectors together add to a training step.
 
-The model has 0.8 million parameters, and each rank processes 512 tokens per step. A second, tiny model has steps of
-about 3 ms, which makes any overhead visible. `single` measures the first model with one detector at a time.
+The model has 0.8 million parameters, and each rank processes 512 tokens per step. A second, tiny model makes any
+overhead visible, because its steps take about 3 ms. The `_single` arms use the first model and at most one detector.
 
-The default detectors are compared in groups of three steps: one step without detectors ("off"), one with the default
-detectors ("default"), and one without detectors ("again"). The order is then reversed, so that background load affects
-all three steps equally. The cost is the time of the middle step minus the mean of its two neighbors.
+The default detectors are measured in groups of three steps: without detectors ("off"), with the default detectors
+("default"), and again without detectors ("again"). Every other group runs in reverse order, so that background load
+affects all three steps equally. The cost is the middle step's time minus the mean time of its two neighbors.
 
 Periodic checks always run at the same positions within each block of 20 checked steps. The result is the median at each
 position, averaged over the 20 positions. A check that runs every 20 steps therefore contributes a twentieth of its
 cost.
 
-`again` is compared with `off` in the same way. Its true cost is zero, so the difference shows the measurement error.
-Names with `_cpu` report rank 0's CPU time in the same steps. CPU time excludes waiting for other ranks, and varies less
-between steps.
+The arm `again` is compared with `off` in the same way. Both arms run without detectors, so their difference is the
+measurement error. Names that end in `_cpu` report rank 0's CPU time in the same steps. CPU time excludes waits for
+other ranks, and varies less between steps.
 
-The other detectors cannot be attached for a single step. They run in alternating turns of 20 steps, with the same
-statistics.
+The arms `watched` and `fingerprinted` cannot alternate step by step with `off`. They are measured in alternating turns
+of 20 steps, with the same statistics.
 """
 
 import statistics
@@ -39,7 +39,7 @@ from ddp_tutorial.world import World
 
 
 class Size(NamedTuple):
-    """A model size with its arms and numbers of steps."""
+    """A model size, its arms, and the numbers of turns and rounds."""
 
     model: ModelConfig
     arms: list[str]
@@ -63,7 +63,7 @@ _FIRST = 3  # untimed warm-up steps per turn; the first steps include one-time c
 def measure(repeats: int) -> dict[str, Any]:
     """Measure the step time in milliseconds on two single-threaded ranks.
 
-    `spread` contains the lowest and highest ratio of a single repeat.
+    For each ratio, `spread` contains the lowest and the highest of the per-repeat ratios.
     """
     samples: Samples = {}
     ratios: dict[str, tuple[str, str]] = {}
@@ -95,7 +95,7 @@ def measure(repeats: int) -> dict[str, Any]:
 
 
 class Triple(NamedTuple):
-    """The times of three consecutive steps in seconds. The steps run in this order or in reverse order."""
+    """The durations of three consecutive steps in seconds. The steps run in the order of the fields or in reverse."""
 
     off: float
     default: float
@@ -131,7 +131,7 @@ def _cut(several: Sequence[Any], parts: int) -> list[Any]:
 
 
 def _compared(triples: Sequence[Triple]) -> dict[str, float]:
-    """Return the step time in seconds without detectors, with detectors, and again without detectors."""
+    """Return the step times in seconds without detectors, with the default detectors, and again without detectors."""
     off = _of_a_step([[(each.off + each.again) / 2 for each in turn] for turn in _turns(triples)])
     cost = _of_a_step([[each.default - (each.off + each.again) / 2 for each in turn] for turn in _turns(triples)])
     nothing = _of_a_step([[each.again - each.off for each in turn] for turn in _turns(triples)])
@@ -163,10 +163,10 @@ def _alternate(world: World, config: TaskConfig, size: Size, repeats: int) -> Sa
 
 
 def _of_a_step(turns: Sequence[Sequence[float]]) -> float:
-    """Return the step time in seconds, as the median over the turns at each position, averaged over the positions.
+    """Return the step time in seconds: the median over the turns at each position, averaged over the positions.
 
-    A check that runs at one position in all turns counts in full. A temporary slowdown of the machine hardly affects
-    the result.
+    If a check runs at the same position in every turn, the medians include the check's cost. A temporary slowdown of
+    the machine hardly affects the result.
     """
     return statistics.fmean(statistics.median(at_place) for at_place in zip(*turns, strict=True))
 

@@ -1,11 +1,11 @@
-"""Provoke hangs repeatedly. Check that each report names the line at which each rank waits, and that all ranks exit.
+"""Provoke hangs repeatedly. Check that each verdict names the line at which each rank waits, and that all ranks exit.
 
-`tests/test_hangs.py` tests each of the notebook's hangs once. This benchmark repeats the hangs, which takes minutes.
-Verdicts are compared with the source of this module. In each hang, the comments `# rank 0 waits` and `# rank 1 waits`
-mark the lines that a verdict must name.
+`tests/test_hangs.py` tests each hang of notebook 11 once. This benchmark repeats the hangs and takes several minutes.
+Verdicts are checked against this module's source. In each function that causes a hang, the comments `# rank 0 waits`
+and `# rank 1 waits` mark the lines that a verdict must name.
 
-In one run with ten repeats on two cores, 80 of 80 verdicts were correct and had the same wording in every repeat, and
-no process was left running. After the timeout, all ranks exited within 1.1 s (median) and 1.2 s (maximum).
+In one run with ten repeats on two cores, all 80 verdicts were correct. Their wording was the same in every repeat, and
+no process was left running. The ranks exited 1.1 s (median) after the timeout, and at most 1.2 s after it.
 """
 
 import os
@@ -38,7 +38,7 @@ Began = Callable[[], None]  # called when the hang begins
 
 
 def another_order(world: World, began: Began) -> None:
-    """Call a different collective first on each rank."""
+    """Call a different collective on each rank."""
     began()
     if world.is_main:
         dist.all_reduce(torch.ones(3))  # rank 0 waits
@@ -83,7 +83,7 @@ def another_number_of_steps(world: World, began: Began) -> None:
 
 
 def barrier_in_the_loader(world: World, began: Began) -> None:
-    """Call a barrier only in rank 0's data loading."""
+    """Call a barrier while loading data, but only on rank 0."""
     began()
     for number in range(3):
         if number == 2 and world.is_main:
@@ -92,7 +92,7 @@ def barrier_in_the_loader(world: World, began: Began) -> None:
 
 
 def early_stopping(world: World, began: Began) -> None:
-    """Stop each rank early based on its own loss, at different steps."""
+    """Stop each rank early based on its own loss, so that the ranks stop at different steps."""
     began()
     loss = 1.0 + world.rank
     while loss > 0.5:
@@ -137,10 +137,10 @@ def measure_hangs(repeats: int, report: Callable[[str], None] = lambda _: None) 
         report: A function to call with a line of text after each repeat.
 
     Returns:
-        The report. `of` counts the verdicts, and `right` counts the verdicts that name the line of each rank.
-        `other_verdicts` counts the verdicts whose wording differs from that of the first. `seconds` contains the median
-        and maximum time from the start of a hang until all ranks have exited, minus `patience`. `late` counts the times
-        longer than `within`, and `left` counts the processes still running.
+        The report. `of` counts the verdicts, and `right` counts the verdicts that name the correct line for each rank.
+        `other_verdicts` counts the verdicts whose wording differs from the first repeat's wording. `seconds` contains
+        the median and maximum time from the start of a hang until all ranks have exited, minus `patience`. `late`
+        counts the hangs for which this time exceeds `within`, and `left` counts the processes still running.
     """
     right, late, left, others, seconds = 0, 0, 0, 0, list[float]()
     first: dict[str, str] = {}
@@ -175,7 +175,7 @@ def measure_hangs(repeats: int, report: Callable[[str], None] = lambda _: None) 
 
 
 def is_good(result: Mapping[str, Any]) -> bool:
-    """Return whether all requirements hold. They do not include times, which depend on the machine's load."""
+    """Return whether all verdicts are correct and no process is left. Times depend on the load, so they are ignored."""
     return bool(result["right"] == result["of"]) and not result["left"]
 
 
@@ -219,8 +219,8 @@ def _hang(name: str) -> tuple[str, float, int]:
     """Provoke one hang.
 
     Returns:
-        The verdict, the seconds from the start of the hang until all ranks have exited minus the timeout, and the
-        number of processes still running.
+        The verdict, the seconds from the timeout of the hang until all ranks have exited, and the number of processes
+        still running.
     """
     with tempfile.TemporaryDirectory(prefix="hangs-") as folder:
         notes, message = Path(folder), "no error"

@@ -1,6 +1,6 @@
-"""Compare step times on 8, 16 and 32 hosts of a slow network with the scaling model, as part of `bench cluster`.
+"""Test the scaling model's step-time predictions on 8, 16 and 32 simulated hosts, as part of `bench cluster`.
 
-The ranks sleep instead of computing. The model is fitted to measurements on one and on two of the hosts.
+The network is slow, and the ranks sleep instead of computing. The model is fitted to measurements on one and two hosts.
 """
 
 import time
@@ -36,7 +36,7 @@ def measure(repeats: int) -> tuple[Samples, dict[str, tuple[str, str]]]:
     """Measure and predict the step time in milliseconds for each number of hosts in `HOSTS`.
 
     Returns:
-        The values of each arm, and the two arms of each ratio of measured to predicted time.
+        Each arm's values, and the two arms of each measured-to-predicted ratio.
     """
     samples: Samples = {}
     ratios = {}

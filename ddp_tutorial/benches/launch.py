@@ -13,7 +13,7 @@ from ddp_tutorial.processes.launcher import launch
 
 
 def measure(repeats: int) -> dict[str, Any]:
-    """Measure the seconds from the call until both ranks have exited."""
+    """Measure the time in seconds from the call until both ranks have exited."""
     arms: dict[str, Callable[[], object]] = {"bare_spawn": _spawn_bare, "launch": _launch_nothing}
     samples: Samples = {name: [] for name in arms}
     for arm in arms.values():  # a warm-up, which fills the file cache

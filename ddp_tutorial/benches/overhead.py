@@ -4,10 +4,10 @@ Arms:
     default: The Trainer with its default settings. Gloo all-reduces the gradients, as in the bare loop.
     shared_memory: The Trainer with `ddp.shared_memory`, for two ranks on one host.
     bare: The hand-written loop.
-    bare_without_loss: The hand-written loop without reporting the loss. This arm does less work than the other arms,
+    bare_without_loss: The hand-written loop without loss reporting. This arm does less work than the other arms,
         and serves as a reference.
 
-All other arms report the global mean loss of every step, which requires one small all-reduce.
+Every arm except `bare_without_loss` reports the global mean loss of every step, which requires one small all-reduce.
 """
 
 import math
@@ -65,7 +65,7 @@ def measure(repeats: int) -> dict[str, Any]:
 
 
 def _alternate(world: World, config: TaskConfig, steps: int) -> dict[str, float]:
-    """Return the tokens per second of each arm, from the medians of its turns. Collective.
+    """Return each arm's tokens per second, computed from the arm's median step time. Collective.
 
     A turn contains `log_every` steps, in which the Trainer performs each periodic action once. Alternating turns ensure
     that background load affects all arms equally.
@@ -86,7 +86,7 @@ def _alternate(world: World, config: TaskConfig, steps: int) -> dict[str, float]
 
 
 def _observed(trainer: Trainer) -> Callable[[], None]:
-    """Return a step function of `trainer` that times only this trainer's phases, as `train` does."""
+    """Return a function that runs a step of `trainer` and times the phases of that step only, as `train` does."""
 
     def step() -> None:
         with observe(trainer.record.watch):
@@ -108,9 +108,9 @@ def reporting(world: World, step: Callable[[], torch.Tensor]) -> Callable[[], No
 
 
 def bare_loop(world: World, config: TaskConfig, *, compiled: bool = False) -> Callable[[], torch.Tensor]:
-    """Return a step function in plain torch, without a log or phases. The step function returns this rank's loss.
+    """Return a plain torch step function that neither logs nor records phases. The function returns this rank's loss.
 
-    With `compiled`, DDP wraps the model first, and `torch.compile` compiles the wrapper.
+    If `compiled` is true, DDP wraps the model first, and `torch.compile` then compiles the wrapper.
     """
     torch.manual_seed(config.seed)
     context, per_rank = config.model.context, config.batch_size // world.size

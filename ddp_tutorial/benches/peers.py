@@ -4,8 +4,8 @@ Trainers are timed from the eleventh to the last step, including their work betw
 mean loss of every step, which requires one small all-reduce. This package's trainer also writes its log and TensorBoard
 events, as in normal use.
 
-The arm `ours` sends gradients through gloo, as all other trainers do. The arm `shared_memory` is `ours` with
-`ddp.shared_memory`, for two ranks on one host.
+The arm `ours` sends gradients through gloo, as all other trainers do. The arm `shared_memory` is the same
+trainer with `ddp.shared_memory`, for two ranks on one host.
 """
 
 import statistics
@@ -47,7 +47,7 @@ def measure(repeats: int) -> dict[str, Any]:
 
 
 def _best_peer(samples: Samples, size: str) -> str:
-    """Return the peer with the highest rate, relative to the plain loop in the same repeat."""
+    """Return the peer whose speed relative to the plain loop, measured in each repeat, has the highest median."""
 
     def ratio(name: str) -> float:
         pairs = zip(samples[f"{name}_{size}"], samples[f"plain_{size}"], strict=True)
@@ -59,7 +59,7 @@ def _best_peer(samples: Samples, size: str) -> str:
 def _in_turn(world: World, work: Work, repeats: int) -> Samples:
     """Return the samples per second of each trainer in each repeat. Collective.
 
-    The first turn is a warm-up, which imports the trainer's modules.
+    Each trainer's first turn is a warm-up, which imports the trainer's modules.
     """
     rates: Samples = {name: [] for name in _ARMS}
     for number in range(repeats + 1):

@@ -1,11 +1,11 @@
 """Compare the step times of pipelines with predictions from their schedules.
 
 The stages sleep, so that only the schedule determines the step time. For each micro-batch, a rank's stages sleep 20 ms
-in total in the forward pass and 40 ms in the backward pass. The prediction is the makespan of the schedule without
+in total in the forward pass and 40 ms in the backward pass. The prediction is the makespan of the schedule, excluding
 communication time. Torch's own schedules run the same stages on the same ranks.
 
 The benchmark also reports results for a GPT. The step time of real stages also depends on the cores, the caches and the
-balance of the stages. The prediction for the GPT uses the time of each stage in the same step.
+balance of the stages. The prediction for the GPT uses each stage's measured durations in the same step.
 """
 
 import statistics
@@ -49,7 +49,7 @@ class _Sleep(torch.autograd.Function):
 
 
 class SleepingLayer(nn.Module):
-    """A layer that adds a weight and sleeps for a fixed time."""
+    """A layer that adds a weight to its input and sleeps for a fixed time."""
 
     def __init__(self, forward: float, backward: float) -> None:
         """Set the durations of the forward and the backward pass, in seconds."""
@@ -110,8 +110,8 @@ def _sleepers(stages: int, costs: tuple[float, float]) -> nn.Sequential:
 def _torchs(world: World, schedule: str, stages: int, costs: tuple[float, float]) -> Callable[[], object]:
     """Return a function that runs the same step with `torch.distributed.pipelining`.
 
-    Torch sends gradients without making them contiguous, and raises an error for a gradient that is not contiguous,
-    such as the gradient of a plain sum (torch 2.13). Therefore, the loss is a sum of squares.
+    Torch 2.13 raises an error when it sends a gradient that is not contiguous, such as the gradient of a plain sum.
+    Therefore, the loss is a sum of squares.
     """
     model = _sleepers(stages, costs)
     own = [
@@ -132,9 +132,9 @@ def _torchs(world: World, schedule: str, stages: int, costs: tuple[float, float]
 
 
 def _real(world: World, repeats: int) -> Samples:
-    """Return measured and predicted step times of an eight-block GPT, split into stages of similar parameter counts.
+    """Return measured and predicted step times of an eight-block GPT whose stages have similar parameter counts.
 
-    The prediction uses the measured time of each stage.
+    The prediction uses the measured duration of each stage.
     """
     draw = torch.Generator().manual_seed(0)
     batches = [{"tokens": torch.randint(0, 256, (4, 65), generator=draw)} for _ in range(MICRO_BATCHES)]
@@ -161,7 +161,7 @@ def _real(world: World, repeats: int) -> Samples:
 
 
 def _take_turns(world: World, calls: dict[str, Callable[[], object]], repeats: int) -> Samples:
-    """Return each call's time in seconds until the last rank is done. The calls take alternating turns. Collective.
+    """Return each call's durations in seconds, measured until the last rank is done. The calls alternate. Collective.
 
     If there are several calls, the first round is a warm-up and is not recorded.
     """

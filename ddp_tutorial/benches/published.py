@@ -1,9 +1,9 @@
 """Compare this machine's measurements with published ones. Run `python -m ddp_tutorial reproduce NAME`.
 
-The published numbers are from the README of Forgather's example "DDP Trainer", in which a small transformer trains on
-Tiny Stories on one to four GPUs. The published runs differ in the number of steps and in the global batch size, and
-evaluate within the timed region. The benchmarks here do equal work in every arm. Therefore, compare the ratios, and not
-the samples per second.
+The published numbers are from the README of Forgather's example "DDP Trainer". The example trains a small transformer
+on Tiny Stories with one to four GPUs. The published runs differ in the number of steps and in the global batch size,
+and evaluate within the timed region. This package's benchmarks do the same work in every arm. Therefore, compare ratios
+instead of samples per second.
 """
 
 import statistics
@@ -18,14 +18,14 @@ class Row:
     """A row of a table.
 
     Attributes:
-        label: The configuration.
+        label: The label of the configuration.
         arm: The arm of the benchmark.
         ranks: The number of ranks.
         baseline: The arm relative to which the speedup is computed.
-        published: The published speedup over the published baseline, if there is one.
+        published: The published speedup over the published baseline, or None if no speedup was published.
         scale: The number of ranks divided by the baseline's number of ranks, or None if the table does not compare
             numbers of ranks.
-        batch: The global batch size, from which the table computes the number of steps.
+        batch: The global batch size, from which the number of steps in the table is computed.
     """
 
     label: str
@@ -39,7 +39,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Table:
-    """A table and the benchmark that measures it.
+    """A table, and the benchmark that measures the table's arms.
 
     Attributes:
         bench: The name of the benchmark.
@@ -89,7 +89,7 @@ TABLES = {
 
 
 def reproduce(name: str, repeats: int) -> dict[str, Any]:
-    """Run a table's benchmark, and return the benchmark's report with the table's rows as `rows`.
+    """Run a table's benchmark, and return the benchmark's report with the table's rows under the key `rows`.
 
     Raises:
         ConfigError: If the name is unknown.

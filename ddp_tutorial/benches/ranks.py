@@ -1,4 +1,4 @@
-"""Compare a call on persistent ranks with a launch, for two ranks that do nothing."""
+"""Compare the duration of a call on two persistent ranks with the duration of a launch. The ranks do nothing."""
 
 import statistics
 import time
@@ -12,7 +12,7 @@ CALLS = 50  # per repeat; the result is the median of the calls
 
 
 def measure(repeats: int) -> dict[str, Any]:
-    """Measure the seconds from a call until both ranks have finished it.
+    """Measure the time in seconds from a call until both ranks have completed the call.
 
     The arms are an empty call, a cell with one expression, a function passed by value, a value sent to the parent
     process, and a launch.

@@ -1,7 +1,7 @@
-"""Kill ranks of small runs under torchrun; each run must be bitwise identical to an uninterrupted run.
+"""Kill ranks of small runs under torchrun, and check that each run is bitwise identical to an uninterrupted run.
 
-In each attempt, a rank is killed with SIGKILL at a randomly chosen point (see attempts.py). torchrun terminates the
-other rank and restarts both ranks, which resume with `resume: auto`. All processes must have exited after the run.
+In each attempt except the last, a rank is killed with SIGKILL at a random point (see attempts.py). torchrun terminates
+the other rank and restarts both ranks, which resume with `resume: auto`. All processes must have exited after the run.
 """
 
 import json
@@ -91,7 +91,7 @@ def measure_restarts(kills: int, seed: int = 0, report: Callable[[str], None] = 
 
 
 def is_good(result: Mapping[str, Any]) -> bool:
-    """Return whether all requirements hold."""
+    """Return whether all runs are bitwise identical to the uninterrupted run, and no process is left running."""
     return bool(result["bit_equal"]) and not result["leftover_processes"]
 
 
@@ -109,7 +109,7 @@ def torchrun(name: str, planned_kills: Sequence[tuple[int, int]]) -> Path:
         planned_kills: For each attempt, the rank to kill, and the index of the point at which to kill the rank.
 
     Returns:
-        The folder with the notes of the attempts.
+        The folder that contains the notes of all attempts.
 
     Raises:
         RuntimeError: If the run does not finish.

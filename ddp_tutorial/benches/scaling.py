@@ -1,8 +1,8 @@
 """Measure the speedup of additional ranks.
 
 The benchmark compares one process, synchronized ranks, and independent processes on the same work. All arms of a launch
-take the same optimizer steps on the same samples. The timer excludes evaluation and logging. The arms run in the same
-ranks and alternate. While rank 0 works alone, all other ranks sleep in a barrier.
+take the same optimizer steps on the same samples. The timer excludes evaluation and logging. The arms alternate on the
+same ranks. While rank 0 trains alone, all other ranks sleep in a barrier.
 """
 
 from collections.abc import Callable
@@ -35,7 +35,7 @@ class Setup(NamedTuple):
         talk: Whether the ranks average their gradients.
         threads: The number of torch threads per rank.
         ddp: The DDP configuration.
-        source: The kind of source that shards the batches.
+        source: The kind of data source that shards the batches.
     """
 
     readers: int
@@ -65,9 +65,9 @@ FOUR_RANK_ARMS = {"one_thread_of_four": Setup(1), "four_ranks": Setup(4), "four_
 def measure(repeats: int) -> dict[str, Any]:
     """Measure each arm's samples per second.
 
-    The arms are a single-threaded process, a process with all threads, single-threaded ranks, and the same number of
-    independent processes on the same shards without synchronization. In the weak arms, each rank uses the batch size
-    of the single process. All ranks must finish with bitwise identical parameters.
+    The arms are a single-threaded process, a process with all threads, single-threaded ranks, and independent
+    processes. The independent processes train on the ranks' shards without synchronization. In the weak arms, each rank
+    uses the single process's batch size. All synchronized ranks must finish with bitwise identical parameters.
     """
     two = launch(race, 2, two_rank_arms(), repeats, device="cpu", threads=1, echo=False)[0]
     four = launch(race, 4, FOUR_RANK_ARMS, repeats, device="cpu", threads=1, echo=False)[0]
@@ -96,9 +96,9 @@ def arm_of(setup: Setup, world: World) -> Arm | None:
 
 
 def race(world: World, setups: dict[str, Setup], repeats: int, turns: int = _TURNS, steps: int = _STEPS) -> Samples:
-    """Return the samples per second of each arm in each repeat, from the median of its turns. Collective.
+    """Return each arm's samples per second in each repeat, computed from the repeat's median turn. Collective.
 
-    The values on different ranks differ only because of the ranks' clocks.
+    The values differ between ranks only because each rank uses its own clock.
     """
     arms = {name: arm_of(setup, world) for name, setup in setups.items()}
     calls: dict[str, Callable[[], object]] = {name: each or idle for name, each in arms.items()}

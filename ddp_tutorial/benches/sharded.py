@@ -1,4 +1,4 @@
-"""Compare this package's sharded state with torch's sharded state, in steps per second and in memory."""
+"""Compare this package's sharding strategies with torch's, in steps per second and in memory use."""
 
 from typing import Any
 
@@ -23,10 +23,10 @@ _STRATEGIES = ["ddp", "zero1", "zero2", "zero3", "fsdp"]
 
 
 def measure(repeats: int) -> dict[str, Any]:
-    """Measure the steps per second with each sharding strategy, DDP and torch's `ZeroRedundancyOptimizer`.
+    """Measure the steps per second of each sharding strategy, DDP, and torch's `ZeroRedundancyOptimizer`.
 
     The model has about 5 million parameters and trains on two single-threaded ranks. `memory` contains the measured
-    and predicted bytes of each kind of tensor on rank 0.
+    and predicted sizes in bytes of each kind of tensor on rank 0.
     """
     samples, memory = launch(_measure, 2, repeats, device="cpu", threads=1, echo=False)[0]
     ratios = {
@@ -54,14 +54,14 @@ def _measure(world: World, repeats: int) -> tuple[dict[str, list[float]], dict[s
 
 
 def _zero_of_torch(model: nn.Module) -> torch.optim.Optimizer:
-    """Return the same AdamW with the same parameter groups, sharded by torch."""
+    """Return torch's sharded version of the trainer's AdamW, with the same parameter groups."""
     plain = make_optimizer(model, TrainConfig(learning_rate=1e-3))
     options = {name: plain.defaults[name] for name in ("lr", "betas", "fused")}
     return ZeroRedundancyOptimizer(plain.param_groups, torch.optim.AdamW, **options)
 
 
 def held(step: TrainStep) -> dict[str, int]:
-    """Return the bytes of this rank's tensors between the backward pass and the optimizer step. Collective."""
+    """Return each tensor kind's size in bytes on this rank, between the backward pass and the update. Collective."""
     step.strategy.backward(step.batches())
     stepped = [parameter for group in step.optimizer.param_groups for parameter in group["params"]]
     parameters = list(step.model.parameters())

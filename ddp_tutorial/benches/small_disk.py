@@ -1,4 +1,4 @@
-"""Mount a disk of a few megabytes that can really become full: a tmpfs visible only to this process and its children.
+"""Mount a disk of a few megabytes that can actually fill up: a tmpfs visible only to this process and its children.
 
 On Linux, an unprivileged user can mount a tmpfs in separate user and mount namespaces, unless this is forbidden, as in
 many containers. The tmpfs disappears when the last process that can see it exits.
@@ -41,7 +41,7 @@ def mount_small_disk(folder: Path, nbytes: int) -> str:
 
 
 def fill_up(folder: Path, free_bytes: int) -> None:
-    """Fill the disk, whose root is `folder`, with a file that leaves `free_bytes` bytes free."""
+    """Create a file that fills the disk mounted at `folder` except for `free_bytes` bytes."""
     with (folder / _BALLAST).open("wb", buffering=0) as file:
         try:
             while True:
@@ -60,7 +60,7 @@ def empty(folder: Path) -> None:
 def limit_files(nbytes: int) -> None:
     """Limit the size of each file that this process writes.
 
-    A write stops at the limit, and the next write fails.
+    A write that reaches the limit is truncated, and the next write fails.
     """
     _, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (nbytes, hard))

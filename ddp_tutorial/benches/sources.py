@@ -1,4 +1,4 @@
-"""Compare the data sources' speed in training, in reading without training, and in resuming far into the data."""
+"""Compare the speed of data sources during training, reading without training, and resuming far into the data."""
 
 import tempfile
 import time
@@ -36,8 +36,8 @@ KINDS = ["sharded", "dispatched", "streamed", "fast_stream"]
 def measure(repeats: int) -> dict[str, Any]:
     """Measure the speed of each source.
 
-    The report contains the samples per second in training and in the loaders alone, the time of each phase in a step,
-    and the time to resume in seconds.
+    The report contains the samples per second with and without training. It also contains the duration of each phase of
+    a step, and the time to resume, in seconds.
     """
     with tempfile.TemporaryDirectory() as folder:
         trained = launch(_train, 2, folder, repeats, device="cpu", threads=1, echo=False)[0]

@@ -4,8 +4,8 @@
     checkpointer.save(step)
     manifest = checkpointer.load(latest(folder))
 
-A component is any object with `state_dict` and `load_state_dict`. A component's `shared` mode specifies which ranks
-hold the same state, and therefore which ranks write the state:
+A component is any object with `state_dict` and `load_state_dict`. `Component.shared` specifies which ranks hold the
+same state, and therefore which ranks write the state:
 
     replicated   All ranks hold the same state. Rank 0 writes it, after a check that the states are identical.
     global       Rank 0 holds the state for all ranks.
@@ -15,10 +15,10 @@ hold the same state, and therefore which ranks write the state:
     sharded      Each rank holds a shard of every tensor (a DTensor, as in FSDP), or a subset of the full tensors. The
                  shards depend on the world size.
 
-All ranks write into the same folder. If the hosts do not share a disk, use `shared=False`. In this mode, rank 0 writes
-and reads for all ranks, and the states are sent over the network.
+All ranks write to the same folder. If the hosts do not share a disk, pass `shared=False` to `Checkpointer`. In
+this mode, rank 0 writes and reads for all ranks, and the states are sent over the network.
 
-All ranks agree on every step of saving and loading. If one rank fails, all ranks raise an error, and the earlier
+All ranks synchronize at every stage of saving and loading. If one rank fails, all ranks raise an error, and the earlier
 checkpoints stay intact. Files are compared with the manifest before any state is restored. Only tensors and plain
 values are read, so loading a checkpoint never executes code from it.
 """
@@ -106,8 +106,7 @@ class Checkpointer:
             check: How thoroughly replicated state is compared between ranks; see `assert_replicated`.
             background: Whether a thread writes the files while training continues.
             keep_last: The number of newest valid checkpoints to keep.
-            keep_best: The number of checkpoints with the best metric to keep, in addition to the newest; see
-                `Retention`.
+            keep_best: The number of checkpoints with the best metric that are kept, even if old; see `Retention`.
             metric: The name of the metric.
             mode: `"min"` if lower values of the metric are better, and `"max"` otherwise.
             shared: Whether all ranks share `folder`. If not, only rank 0 accesses the folder.
@@ -136,15 +135,15 @@ class Checkpointer:
             recover_all(self.folder)
 
     def save(self, step: int, metrics: Mapping[str, float | None] | None = None) -> None:
-        """Write a checkpoint for `step`. With `background`, copy the state, and let a thread write the copy.
+        """Write a checkpoint for `step`. With `background`, copy the state, and write the copy in a thread.
 
         Args:
             step: The number of completed steps.
-            metrics: The metrics that the manifest records. NaN and infinite values are stored as None, which counts as
-                worse than any number.
+            metrics: The metrics that the manifest records. NaN and infinite values are stored as None, which is treated
+                as worse than any number.
 
         Raises:
-            CheckpointError: On all ranks, if one rank cannot write its files. The partial checkpoint is removed.
+            CheckpointError: On all ranks, if any rank cannot write its files. The partial checkpoint is removed.
         """
         self.finish()
         self.close()
@@ -165,14 +164,14 @@ class Checkpointer:
 
     @property
     def is_writing(self) -> bool:
-        """Whether this rank is still writing a background save."""
+        """Whether a background save is still in progress on this rank."""
         return self._pending is not None and not self._pending.done
 
     def poll(self) -> None:
-        """Publish a background save if all ranks have written their files. Call this method after each step.
+        """Publish a background save if all ranks have already written their files. Call this method after each step.
 
         Raises:
-            CheckpointError: On all ranks, if the background save failed on a rank.
+            CheckpointError: On all ranks, if the background save failed on any rank.
         """
         if self._pending is not None and not any_rank(self.world, self.is_writing):
             self.finish()
@@ -181,7 +180,7 @@ class Checkpointer:
         """Wait for a background save on all ranks, publish it, and remove old checkpoints.
 
         Raises:
-            CheckpointError: On all ranks, if the background save failed on a rank.
+            CheckpointError: On all ranks, if the background save failed on any rank.
         """
         writer, self._pending = self._pending, None
         if writer is not None:
@@ -202,9 +201,8 @@ class Checkpointer:
             The manifest of the checkpoint.
 
         Raises:
-            CheckpointError: On all ranks, if a file is damaged, if the components of the checkpoint and the run differ,
-                or if a component cannot be restored on this number of ranks. These checks run before any state is
-                restored.
+            CheckpointError: On all ranks, if a file is damaged, the checkpoint's components differ from the run's, or a
+                component cannot be restored on this number of ranks. These checks run before any state is restored.
         """
         with phase("load"):
             manifest, restores = run_on_all_ranks(self.world, lambda: self._read(folder, exclude), CheckpointError)
@@ -253,7 +251,7 @@ class Checkpointer:
     def _copied(self, parts: Components) -> Components:
         """Copy the states to CPU memory.
 
-        The copy reuses the previous copy's memory if the shapes and dtypes match, because allocating memory takes
+        The copy reuses the previous copy's memory if the shapes and dtypes match, because allocating new memory takes
         several times longer.
         """
         values, structure = tree_flatten(parts)
@@ -271,7 +269,7 @@ class Checkpointer:
         manifest = self._on_reading_rank(lambda: read_manifest(folder))
         known = {**self.components, **manifest.components}
         if unknown := set(exclude) - set(known):
-            raise CheckpointError(f"{sorted(unknown)[0]!r} is not a component of this run. Known: {', '.join(known)}")
+            raise CheckpointError(f"a component to exclude must be one of {', '.join(known)}, got {min(unknown)!r}")
         wanted = [name for name in self.components if name not in exclude]
         for name in wanted:
             if name not in manifest.components:
@@ -298,8 +296,8 @@ class Checkpointer:
     def _restore(self, folder: Path, manifest: Manifest, name: str) -> Callable[[], object]:
         """Return a function that restores one component.
 
-        This method reads the file before any state is restored. Sharded tensors are read by the returned function,
-        because all ranks read them together.
+        This method reads the component's files before any state is restored. Sharded tensors are read by the returned
+        function, because all ranks read them together.
         """
         component, stored = self.components[name], manifest.components[name]
         thing, alike = component.stateful, component.ranks_alike(self.world)
@@ -314,15 +312,15 @@ class Checkpointer:
             return partial(thing.load_state_dict, state)
         if not isinstance(thing, Reshardable):
             raise CheckpointError(
-                f"component {name!r} is {stored.shared}: {folder} contains the states of {manifest.world_size} ranks, "
-                f"which cannot be loaded on {self.world.size} ranks. To resume without it, set resume_without="
+                f"component {name!r} is {stored.shared}, and its states from {manifest.world_size} ranks in {folder} "
+                f"cannot be loaded on {self.world.size} ranks. To resume without it, set resume_without="
                 f"[{name}], or pass exclude=[{name!r}] to Checkpointer.load"
             )
         states = self._states(folder, stored, range(len(stored.files)))
         return partial(thing.load_resharded, states, manifest.step)
 
     def _states(self, folder: Path, stored: StoredComponent, wanted: Sequence[int]) -> list[State]:
-        """Read a component's files, and return the states at the positions `wanted`.
+        """Read a component's files, and return the states at the `wanted` positions.
 
         If rank 0 reads for all ranks, it sends one file at a time, and each rank keeps only its own states.
         """
@@ -336,8 +334,8 @@ class Checkpointer:
 class _Writer:
     """A writer for one checkpoint. Each rank writes its files into a temporary folder, which `publish` renames.
 
-    `run` may execute in a thread, so it does not call collectives. `write_sharded` and `publish` call collectives in
-    the main thread.
+    The method `run` may execute in a thread, so it does not call collectives. `write_sharded` and `publish` call
+    collectives in the main thread.
     """
 
     def __init__(self, checkpointer: Checkpointer, step: int, metrics: dict[str, Any], parts: Components) -> None:
@@ -361,12 +359,12 @@ class _Writer:
             paths = sorted(folder.iterdir())
             if len({tuple(names) for names in all_gather(self.world, [path.name for path in paths])}) > 1:
                 raise CheckpointError(
-                    f"the ranks see different files in {self.path}: the folder is not shared. {SHARE}"
+                    f"the ranks see different files in {self.path}, so they do not share this folder. {SHARE}"
                 )
             self.shards[name] = paths[self.world.rank :: self.world.size]
 
     def start(self) -> None:
-        """Call `run` in a thread."""
+        """Call the method `run` in a thread."""
         self._thread = threading.Thread(target=self.run, name="checkpoint", daemon=True)
         self._thread.start()
 
@@ -415,7 +413,7 @@ class _Writer:
         """Add the manifest and rename the folder after all ranks have finished writing. Collective.
 
         Raises:
-            CheckpointError: On all ranks, if a rank failed. All files of the checkpoint are then removed.
+            CheckpointError: On all ranks, if any rank failed. All files of the checkpoint are then removed.
         """
         try:
             run_on_all_ranks(self.world, self._raise_error, CheckpointError)
@@ -448,8 +446,8 @@ class _Writer:
             path = self.temporary / file.path
             if not path.is_file() or path.stat().st_size != file.nbytes:
                 raise CheckpointError(
-                    f"rank {self.world.rank} cannot read {file.path}, which rank {file.rank} wrote for {self.path}: "
-                    f"a checkpoint requires a folder that all ranks share. {SHARE}"
+                    f"rank {self.world.rank} cannot read {file.path}, which rank {file.rank} wrote for {self.path}. "
+                    f"A checkpoint requires a folder that all ranks share. {SHARE}"
                 )
 
     def _rename(self, files_of_ranks: list[dict[str, list[StoredFile]]]) -> None:

@@ -14,8 +14,8 @@ def compare(first: Path, second: Path) -> dict[str, str]:
     """Return the differences between the settings, files, and values of two checkpoints.
 
     Args:
-        first: The folder of a checkpoint.
-        second: The folder of the checkpoint to compare with.
+        first: The folder of one checkpoint.
+        second: The folder of the other checkpoint.
 
     Returns:
         A dict that maps each differing setting, file, or value to a description of the difference.

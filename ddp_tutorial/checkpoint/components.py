@@ -43,7 +43,7 @@ class Reshardable(Protocol):
 
 
 class StoredTensor(NamedTuple):
-    """The full shape and the dtype of a tensor in a checkpoint's sharded component."""
+    """The full shape and the dtype of a sharded tensor in a checkpoint."""
 
     shape: torch.Size
     dtype: torch.dtype
@@ -51,16 +51,16 @@ class StoredTensor(NamedTuple):
 
 @runtime_checkable
 class LazyState(Protocol):
-    """A sharded `Stateful` whose `state_dict` does not contain its tensors yet.
+    """A sharded `Stateful` whose `state_dict` does not contain the tensors yet.
 
     An example is an optimizer before its first step.
     """
 
     def empty(self, stored: Mapping[str, StoredTensor]) -> State:
-        """Return uninitialized tensors by name, into which this rank's state is read.
+        """Return a dict of uninitialized tensors, into which this rank's state is read.
 
         Args:
-            stored: The tensors in the checkpoint, by name.
+            stored: The shape and dtype of each tensor in the checkpoint, by tensor name.
         """
 
 
@@ -72,7 +72,7 @@ class Component:
         stateful: The object to save and restore. If the object is a model wrapped by `torch.compile`, the original
             model is stored.
         shared: The ranks that hold the same state; see `checkpointer` for the possible values.
-        span: The number of ranks in a group. Applies only to `shared="per_group"`.
+        span: The number of ranks in a group. The value is ignored unless `shared` is `"per_group"`.
     """
 
     stateful: Stateful
@@ -104,7 +104,7 @@ class Component:
 
 
 def require_even_nodes(world: World, components: Mapping[str, Component]) -> None:
-    """Raise an error on all ranks if a component is per_node and the nodes differ in size. Collective.
+    """Raise an error on all ranks if a component is per_node and the node sizes differ. Collective.
 
     Raises:
         ValueError: If a component is per_node and the number of ranks differs between nodes.
@@ -126,14 +126,14 @@ def require_unsharded(world: World, components: Mapping[str, Component]) -> None
     names = [name for name, component in components.items() if component.shared == "sharded"]
     if names and world.size > 1:
         raise ConfigError(
-            f"'checkpoint.shared' must be true, because {names[0]!r} is sharded and rank 0 saves only full states. Use "
+            f"'checkpoint.shared' must be true, because {names[0]!r} is sharded and rank 0 cannot save all shards. Use "
             "checkpoint.shared=true on a disk that all nodes share, or a strategy that does not shard the state"
         )
 
 
 @dataclass(frozen=True)
 class FunctionState:
-    """A `Stateful` that consists of two functions, for an object whose methods are named differently.
+    """A `Stateful` that wraps two functions, for an object without `state_dict` and `load_state_dict`.
 
     Attributes:
         get: A function that returns the state.
@@ -203,7 +203,5 @@ class RandomState:
             CheckpointError: If there is no `reseed` function.
         """
         if self.reseed is None:
-            raise CheckpointError(
-                "RandomState requires 'reseed' to load a checkpoint that a different number of ranks saved"
-            )
+            raise CheckpointError("RandomState requires 'reseed' to load a checkpoint from a different number of ranks")
         self.reseed(step)

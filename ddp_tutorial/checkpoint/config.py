@@ -1,4 +1,4 @@
-"""Define the settings of a run's checkpoints."""
+"""Define the checkpoint settings of a run."""
 
 from typing import Any, Literal
 

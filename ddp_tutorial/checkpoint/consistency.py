@@ -18,7 +18,7 @@ def assert_replicated(world: World, name: str, state: Any, span: int, check: Che
         world: The ranks to compare.
         name: The name of the component, for the error message.
         state: The state of this rank.
-        span: The number of ranks in a group. Only the ranks of a group are compared with each other.
+        span: The number of ranks in a group. Only ranks in the same group are compared.
         check: `"quick"` compares names, shapes, dtypes, and values that are not tensors. `"tensor"` also compares a
             hash of every tensor. `"full"` compares all bytes of every tensor, without relying on a hash.
 
@@ -54,7 +54,7 @@ def named_leaves(name: str, value: Any) -> Iterator[tuple[str, Any]]:
 def summary(value: Any, check: Check) -> Any:
     """Return a picklable summary of `value`.
 
-    If two summaries are equal, the values are equal as far as `check` compares them.
+    If two summaries are equal, the values agree in all properties that `check` compares.
     """
     if not isinstance(value, torch.Tensor):
         return repr(value)  # NaN must equal NaN

@@ -34,8 +34,8 @@ _PIECE = 1 << 20  # bytes per read
 
 # Advice in error messages if ranks see different folders.
 SHARE = (
-    "Start all ranks in the same folder, on a disk that all nodes share, or let rank 0 write and read for all: "
-    "checkpoint.shared=false."
+    "Start all ranks in the same folder, on a disk that all nodes share, or let rank 0 read and write for all "
+    "ranks, with checkpoint.shared=false."
 )
 
 
@@ -108,12 +108,12 @@ class Manifest(_Record):
 
 
 def checkpoint_name(step: int) -> str:
-    """Return the folder name of a step's checkpoint."""
+    """Return the name of the checkpoint folder for a step."""
     return f"step_{step:08}"
 
 
 def list_checkpoints(parent: Path) -> list[Path]:
-    """Return the checkpoints in `parent`, in increasing order of step.
+    """Return the checkpoints in `parent`, sorted by step.
 
     A folder without a manifest is not a checkpoint. The function does not open any file. If a run was killed while
     replacing a checkpoint, the old checkpoint is listed until the new checkpoint is in place.
@@ -133,7 +133,7 @@ def _has_manifest(folder: Path) -> bool:
 
 
 def recover_all(parent: Path) -> None:
-    """Remove a killed process's unfinished checkpoints from `parent`, and finish or undo its interrupted replacements.
+    """Remove a killed process's unfinished checkpoints from `parent`, and finish or undo interrupted replacements.
 
     Call this function only if no other process is saving to `parent`.
     """
@@ -144,7 +144,7 @@ def recover_all(parent: Path) -> None:
 
 
 def latest(parent: Path) -> Path | None:
-    """Return the checkpoint with the highest step, or None. The checkpoint may be damaged; see `verify`."""
+    """Return the checkpoint with the highest step, or None if there is none. It may be damaged; see `verify`."""
     return next(reversed(list_checkpoints(parent)), None)
 
 
@@ -169,7 +169,7 @@ def read_manifest(folder: Path) -> Manifest:
 
 
 def _parsed(content: bytes, folder: Path) -> Manifest:
-    """Parse and validate `content`, the manifest file of `folder`.
+    """Parse and validate the `content` of the manifest in `folder`.
 
     Raises:
         CheckpointError: If a newer version wrote the manifest.
@@ -177,7 +177,7 @@ def _parsed(content: bytes, folder: Path) -> Manifest:
     """
     fields = json.loads(content)
     if not isinstance(fields, dict):
-        raise ValueError("the content is not a JSON object")  # noqa: TRY004, the content is wrong, not a type
+        raise ValueError("its content is not a JSON object")  # noqa: TRY004, the content is wrong, not a type
     version, seal = fields.get("schema_version"), fields.pop("sha256", None)
     if isinstance(version, int) and version > SCHEMA:
         raise CheckpointError(
@@ -197,7 +197,7 @@ def _parsed(content: bytes, folder: Path) -> Manifest:
 
 
 def _is_inside(folder: Path, path: str) -> bool:
-    """Return whether `path` is inside `folder` on any operating system, even after resolving links."""
+    """Return whether `path` is inside `folder` on any operating system, even after symbolic links are resolved."""
     names = PureWindowsPath(path)  # splits at both kinds of slashes and recognizes drives
     if names.anchor or ".." in names.parts or "\0" in path:
         return False
@@ -205,7 +205,7 @@ def _is_inside(folder: Path, path: str) -> bool:
 
 
 def verify(folder: Path) -> list[str]:
-    """Return the problems of a checkpoint, one line per file. The list is empty if all files are intact."""
+    """Return a list of a checkpoint's problems, one per damaged file. The list is empty if all files are intact."""
     try:
         manifest = read_manifest(folder)
     except CheckpointError as error:
@@ -283,12 +283,12 @@ Mode = Literal["min", "max"]
 def checkpoints_to_remove(
     metrics: Mapping[Path, float | None], keep_last: int, keep_best: int, mode: Mode, excluded: Iterable[Path] = ()
 ) -> list[Path]:
-    """Return the checkpoints that the retention settings do not keep.
+    """Return the checkpoints to remove according to the retention settings.
 
     Args:
         metrics: The metric of each checkpoint, in increasing order of step. None and NaN are worse than any number.
         keep_last: The number of newest checkpoints to keep.
-        keep_best: The number of checkpoints with the best metric to keep, in addition to the newest.
+        keep_best: The number of checkpoints with the best metric that are kept, even if they are old.
         mode: `"min"` if lower values of the metric are better, and `"max"` otherwise.
         excluded: Checkpoints that are always kept.
     """

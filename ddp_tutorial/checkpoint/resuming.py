@@ -64,7 +64,7 @@ class ResumePoint:
     """The checkpoint from which a run resumes.
 
     Attributes:
-        checkpoint: The folder of the checkpoint. None starts the run from the beginning.
+        checkpoint: The folder of the checkpoint. None if the run starts from the beginning.
         step: The step of the checkpoint.
         settings: The config of the run that saved the checkpoint.
         skipped: The problems found in newer checkpoints.
@@ -86,18 +86,18 @@ def find_resume_point(
     Args:
         world: The ranks of the run.
         run: The run folder.
-        resume: `"auto"` selects the newest valid checkpoint of `run`, and `"never"` starts from the beginning. A path
-            selects a checkpoint, or the newest valid checkpoint of a run.
+        resume: `"auto"` selects the newest valid checkpoint of `run`, and `"never"` starts from the beginning. The
+            path of a checkpoint selects this checkpoint. The path of a run selects its newest valid checkpoint.
         config: The settings of this run.
-        allow: Names of settings that may differ. A name also covers the settings under it: "model" covers
-            "model.width".
+        allow: Names of settings that may differ from the checkpoint's settings. A name also covers the settings under
+            it: "model" covers "model.width".
         shared: Whether all ranks see the same folder. If not, rank 0 reads the checkpoint for all ranks.
 
     Raises:
         ConfigError: If the path contains no valid checkpoint, or if `run` contains only damaged checkpoints. Also
-            raised if settings that affect the computation differ, or if a rank does not find the checkpoint. With
-            `shared=False`, ranks need not find the checkpoint, but no rank may have a newer checkpoint of `run` than
-            rank 0.
+            raised if settings that affect the computation have changed, or if a rank does not find the checkpoint. With
+            `shared=False`, only rank 0 must find the checkpoint. The error is then also raised if `resume` is `"auto"`
+            and a different rank finds a newer checkpoint of `run`.
     """
     if resume == "never":
         return ResumePoint()
@@ -124,7 +124,7 @@ def _require_newest(world: World, run: Path) -> None:
         raise ConfigError(
             f"rank {later[0]} found {of_ranks[later[0]]} of {run} on its disk, but rank 0 found "
             f"{of_ranks[0] or 'none'}. With checkpoint.shared=false, rank 0 writes the checkpoints. Start rank 0 on "
-            f"the host of rank {later[0]}, or use a different run name."
+            f"rank {later[0]}'s host, or use a different run name."
         )
 
 
@@ -142,8 +142,8 @@ def _require_seen(world: World, folder: Path) -> None:
     others = [str(rank) for rank, each in enumerate(seen) if each != seen[0]]
     if others:
         raise ConfigError(
-            f"{folder}, from which rank 0 would resume, does not exist on rank {', '.join(others)}: the ranks do not "
-            f"share the folder. {SHARE}"
+            f"rank 0 would resume from {folder}, which does not exist on rank{'s' if others[1:] else ''} "
+            f"{', '.join(others)}. The ranks do not share this folder. {SHARE}"
         )
 
 
@@ -154,9 +154,7 @@ def _start(run: Path, resume: str, config: Mapping[str, Any], allow: Sequence[st
     if folder is None:
         if resume != "auto":
             damaged = f": {_in_short(problems)}" if problems else ""
-            raise ConfigError(
-                f"'resume' {resume}: the path is neither a checkpoint nor a run with a valid checkpoint{damaged}"
-            )
+            raise ConfigError(f"'resume' must be a checkpoint or a run with a valid checkpoint, got {resume}{damaged}")
         if problems:
             there = run / CHECKPOINTS
             raise ConfigError(
@@ -195,5 +193,5 @@ def _in_short(problems: Sequence[str], limit: int = 4) -> str:
 
 
 def _covers(names: Iterable[str], key: str) -> bool:
-    """Return whether the setting `key` is one of `names` or under one of them."""
+    """Return whether the setting `key` is one of `names` or is nested under one of `names`."""
     return any(key == name or key.startswith(f"{name}.") for name in names)

@@ -1,7 +1,7 @@
 """Remove old checkpoints.
 
-Only valid checkpoints count toward the number to keep. Damaged checkpoints are never removed, so that you can examine
-them. The checkpoint that was just written is always kept, even if checkpoints of later steps exist.
+Only valid checkpoints count toward `keep_last` and `keep_best`. Damaged checkpoints are never removed, so that
+you can examine them. The checkpoint that was just written is always kept, even if checkpoints of later steps exist.
 """
 
 import logging
@@ -23,7 +23,7 @@ LOG = logging.getLogger(__name__)
 
 
 class Retention:
-    """A policy that keeps the newest and best checkpoints in a folder, and removes all others. It runs on one rank.
+    """A policy that keeps the newest and best checkpoints in a folder, and removes the others. One rank applies it.
 
     A checkpoint that this process has written or verified counts as valid. Any other checkpoint is verified once.
     """
@@ -34,7 +34,7 @@ class Retention:
         Args:
             folder: The folder that contains the checkpoints.
             keep_last: The number of newest checkpoints to keep, at least 1.
-            keep_best: The number of checkpoints with the best metric to keep, in addition to the newest.
+            keep_best: The number of checkpoints with the best metric that are kept, even if they are old.
             metric: The name of the metric.
             mode: `"min"` if lower values of the metric are better, and `"max"` otherwise.
 
@@ -42,7 +42,7 @@ class Retention:
             ValueError: If `keep_last` is less than 1.
         """
         if keep_last < 1:
-            raise ValueError(f"keep_last must be at least 1, got {keep_last}: a run resumes from its last checkpoint")
+            raise ValueError(f"keep_last must be at least 1, got {keep_last}. A run resumes from its last checkpoint")
         self.folder, self.keep_last, self.keep_best = folder, keep_last, keep_best
         self.metric, self.mode = metric, mode
         self._valid: dict[Path, float | None] = {}  # the metric of each valid checkpoint

@@ -1,7 +1,7 @@
 """Write the state of a component to files, and read it back.
 
 A flat dict of tensors is written as a safetensors file. Any other state is written as a `.pt` file of plain values,
-which torch loads without executing code. Torch's distributed checkpoint writes and reads sharded tensors as safetensors
+which torch loads without executing code. `torch.distributed.checkpoint` writes and reads sharded tensors as safetensors
 files.
 """
 
@@ -35,13 +35,13 @@ def check_plain(states: Mapping[str, State]) -> None:
         states: The state of each component, by component name.
 
     Raises:
-        CheckpointError: If a value is not a tensor, number, string, bytes, or None.
+        CheckpointError: If a value is not a tensor, a number, a string, bytes, or None.
     """
     for where, value in (leaf for name, state in states.items() for leaf in named_leaves(name, state)):
         if not isinstance(value, _PLAIN):
             raise CheckpointError(
                 f"{where} is of type {type(value).__name__}, which cannot be loaded without executing code. A state "
-                "can contain tensors, numbers, text, None, and dicts, lists and tuples of these values."
+                "must contain only tensors, numbers, strings, bytes, None, and dicts, lists and tuples of these values."
             )
 
 
@@ -53,7 +53,7 @@ def write_state(stem: Path, state: State) -> Path:
         state: The state to write.
 
     Returns:
-        The path of the file: `stem` plus `.safetensors` if all values are tensors, and plus `.pt` otherwise.
+        The path of the file: `stem` with the extension `.safetensors` if all values are tensors, or `.pt` otherwise.
     """
     if state and all(isinstance(value, torch.Tensor) for value in state.values()):
         path = stem.with_name(f"{stem.name}.safetensors")
@@ -70,11 +70,11 @@ def write_state(stem: Path, state: State) -> Path:
 def _without_aliases(state: State) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
     """Return the tensors without duplicates, and the aliases of tied weights.
 
-    safetensors rejects tensors that share memory, so the file contains each tensor once, and its metadata contains the
-    aliases.
+    safetensors rejects tensors that share memory, so the file contains each tensor once, and the aliases are stored in
+    the metadata.
 
     Returns:
-        A dict that maps each first name to its tensor, and a dict that maps each duplicate's name to its first name.
+        A dict that maps each tensor's first name to the tensor, and a dict that maps each alias to the first name.
     """
     first: dict[Any, str] = {}
     tensors, aliases = {}, {}
@@ -109,7 +109,7 @@ def read_state(path: Path) -> State:
 def stored(folder: Path, name: str) -> Any:
     """Return the state of one component of a checkpoint.
 
-    Sharded tensors are assembled from the shards of all ranks. The tensors of the zero3 strategy are returned as flat
+    Sharded tensors are assembled from the shards of all ranks. Tensors from the zero3 strategy are returned as flat
     vectors. The files are not compared with their checksums; call `verify` or `latest_valid` first.
 
     Args:
@@ -117,7 +117,7 @@ def stored(folder: Path, name: str) -> Any:
         name: The name of the component, such as `"model"`.
 
     Raises:
-        CheckpointError: If there is no such component, or if the component has one state per rank.
+        CheckpointError: If there is no such component, or if the component has several states, such as one per rank.
     """
     component = read_manifest(folder).components.get(name)
     if component is not None and component.shared == "sharded":
@@ -129,7 +129,7 @@ def stored(folder: Path, name: str) -> Any:
 
 
 def write_shards(folder: Path, state: State, world: World) -> None:
-    """Write this rank's shards into `folder`. Collective.
+    """Write this rank's shards to `folder`. Collective.
 
     The files are in the safetensors format. The default format of torch's distributed checkpoint contains a pickle,
     which can execute code when it is read.
@@ -166,7 +166,7 @@ def load_shards(folder: Path, stateful: Stateful) -> None:
 def read_full(folder: Path) -> State:
     """Return the full tensors of the sharded component in `folder`.
 
-    This process reads all shards by itself, regardless of the number of ranks that saved the component.
+    The function is not collective. It reads all shards, regardless of the number of ranks that saved the component.
 
     Raises:
         CheckpointError: If torch cannot read the shards.

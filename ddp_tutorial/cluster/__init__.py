@@ -2,10 +2,10 @@
 
 - `cluster` defines `Cluster`, which starts and stops the hosts.
 - `running` manages commands and ranks on the hosts, and collects their output.
-- `launching` runs a function on ranks.
+- `launching` runs a function on every rank.
 - `network` names the hosts and creates namespaces, links and rate limits.
-- `box` runs the cluster's main process (the box), and `client` sends requests to the box.
-- `rank` contains the code that each rank runs. Ranks are forked from the box.
+- `box` runs the cluster's main process, and `client` sends requests to this process.
+- `rank` contains the code that each rank runs. Ranks are forked from the cluster's main process.
 """
 
 import lazy_loader

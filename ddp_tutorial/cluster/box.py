@@ -1,12 +1,12 @@
-"""Run a cluster's main process (the box).
+"""Run a cluster's main process, a server.
 
-The box is the first process in its own namespaces, so the kernel kills all processes in these namespaces when the box
-exits. `Cluster` starts the box and sends requests over a socket, one at a time. To start a process, the box forks, and
-the child process enters a host's namespaces. The box exits when the parent closes its end of the socket or is killed.
+The server is the first process in its own namespaces, so the kernel kills all processes in these namespaces when the
+server exits. `Cluster` starts the server and sends it requests over a socket, one at a time. To start a process, the
+server forks, and the child enters a host's namespaces. The server exits when its client closes the socket or is killed.
 
 A request is one packet, which the kernel sends completely or not at all, even if the sender is interrupted. A packet
-can contain up to 128 KiB. An environment can exceed this limit, so the arguments are stored in an in-memory file that
-is passed with the packet.
+can contain up to 128 KiB. Environment variables can exceed this limit, so a request's arguments are stored in an
+in-memory file that is passed with the packet.
 """
 
 import errno
@@ -41,7 +41,7 @@ def send_request(channel: socket.socket, number: int, name: str, args: tuple[Any
 
 
 def receive(channel: socket.socket) -> tuple[Any, list[int]]:
-    """Return the next packet and the files passed with it.
+    """Return the content of the next packet, and the descriptors of the files passed with it.
 
     Raises:
         EOFError: If the process at the other end of the socket has exited.
@@ -59,7 +59,7 @@ class Box:
     """Server that creates hosts and starts processes on them in response to requests from a socket."""
 
     def __init__(self, channel: socket.socket) -> None:
-        """Create a box that serves requests from `channel`."""
+        """Create a server that handles requests from `channel`."""
         self.channel = channel
         self.network: Network
         self.running: dict[int, int] = {}  # process ID -> file that receives the exit code
@@ -67,7 +67,7 @@ class Box:
         self.holder: int | None = None  # process that delays frames
 
     def serve(self) -> None:
-        """Handle requests and reap exited processes until the parent closes the socket."""
+        """Handle requests and reap exited processes until the client closes the socket."""
         woken, wake = os.pipe()
         for fd in (woken, wake):
             os.set_blocking(fd, False)
@@ -125,10 +125,10 @@ class Box:
     # The following methods handle requests. Each method receives the request's files, and returns the answer.
 
     def do_hello(self, fds: list[int]) -> None:
-        """Do nothing. The reply shows that the box is running."""
+        """Do nothing. The reply shows that the server is running."""
 
     def do_build(self, nodes: int, rate: str | None, delay: float, fds: list[int]) -> None:
-        """Build the hosts and the network. `delay` is in seconds; 0 means no delay."""
+        """Create the hosts and the network. `delay` is in seconds; 0 means no delay."""
         self.network = Network(nodes, rate, delayed=delay > 0)
         if delay:
             wire = self.network.divert()
@@ -142,7 +142,7 @@ class Box:
             os.close(wire)
 
     def do_start(self, argv: list[str], node: int, env: dict[str, str], cwd: str, fds: list[int]) -> int:
-        """Start a command on a host, and return its process ID."""
+        """Start a command on a host, and return the command's process ID."""
 
         def become() -> None:
             os.chdir(cwd)
@@ -155,10 +155,10 @@ class Box:
         return self.fork(node, fds, become)
 
     def do_fork(self, entry: str, node: int, env: dict[str, str], cwd: str, fds: list[int]) -> int:
-        """Call a function in a forked process on a host, and return its process ID.
+        """Call a function in a forked process on a host, and return the process ID.
 
-        The function receives the file descriptors after the first three (input, output and exit code). Before the first
-        fork, the box imports the function's module, and thereby torch. The forked processes need not import them again.
+        The function receives all file descriptors except the first three (input, output and exit code). The server
+        imports the function's module before the first fork, so forked processes do not import it or torch again.
         """
         function = pkgutil.resolve_name(entry)
 
@@ -181,8 +181,8 @@ class Box:
     def do_kill(self, node: int, fds: list[int]) -> None:
         """Simulate a host's power failure by disconnecting its cable and killing its processes immediately.
 
-        When the method returns, all exit codes have been written. The loop is necessary because an exiting process is
-        no longer listed among the host's processes.
+        The method returns after all exit codes have been written. It also waits for processes that are exiting and no
+        longer appear in the list of the host's processes.
         """
         self.off.add(node)
         self.network.connect(node, False)
@@ -196,13 +196,13 @@ class Box:
             self.reap()
 
     def do_signal(self, pid: int, number: int, fds: list[int]) -> None:
-        """Send a signal to a process, unless it has exited."""
+        """Send a signal to a process, unless the process has exited."""
         if pid in self.running:
             with suppress(ProcessLookupError):
                 os.kill(pid, number)
 
     def fork(self, node: int, fds: list[int], become: Any) -> int:
-        """Fork a process on a host, and return its process ID.
+        """Fork a process on a host, and return the process ID.
 
         Args:
             node: Index of the host.

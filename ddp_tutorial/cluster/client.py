@@ -1,4 +1,4 @@
-"""Start and stop a cluster's main process (`box`), and send requests to the box."""
+"""Start and stop a cluster's main process, a server (see `box`), and send requests to this server."""
 
 import os
 import signal
@@ -19,14 +19,14 @@ from typing import Any
 from ddp_tutorial.cluster.box import NO_DELAY, receive, send_request
 from ddp_tutorial.config import ConfigError, FailedError
 
-_END_SECONDS = 5.0  # timeout in seconds for the box to exit by itself
+_END_SECONDS = 5.0  # timeout in seconds for the server to exit before it is killed
 
 
 class BoxClient:
-    """Client of a cluster's main process (`box`). The client communicates with the box through a socket."""
+    """Client of a cluster's main process, a server (see `box`). Both communicate through a socket."""
 
     def __init__(self) -> None:
-        """Create a client without starting the box."""
+        """Create a client without starting the server."""
         self._box: subprocess.Popen[bytes]
         self._channel: socket.socket | None = None
         self._lock = threading.Lock()  # one request at a time
@@ -35,34 +35,34 @@ class BoxClient:
 
     @property
     def is_up(self) -> bool:
-        """Whether the box replies.
+        """Whether the server replies.
 
-        The value is False before `start`, after `close`, and after the box has been killed.
+        The value is False before `start`, after `close`, and after the server has been killed.
         """
         if self._channel is None or self._box.poll() is not None:
             return False
         try:
-            self.ask("hello")  # `unshare` may take a moment to notice that the box was killed
+            self.ask("hello")  # `unshare` may take a moment to notice that the server was killed
         except FailedError:
             return False
         return True
 
     @property
     def is_open(self) -> bool:
-        """Whether `start` has been called and `close` has not, even if the box has been killed."""
+        """Whether `start` has been called but `close` has not, regardless of whether the server is still running."""
         return self._channel is not None
 
     @property
     def pid(self) -> int:
-        """Process ID of the box's parent process, `unshare`."""
+        """Process ID of `unshare`, the server's parent process."""
         return self._box.pid
 
     def start(self) -> None:
-        """Start the box.
+        """Start the server.
 
         Raises:
             ConfigError: If this system does not support clusters.
-            FailedError: If the box failed to start.
+            FailedError: If the server failed to start.
         """
         _check_system()
         refused = ""
@@ -72,7 +72,7 @@ class BoxClient:
         raise ConfigError(f"the cluster cannot be started: the kernel does not permit namespaces ({refused})")
 
     def _start(self, as_whom: tuple[str, ...]) -> str:
-        """Start the box through `unshare`, with `as_whom` as additional `unshare` options.
+        """Start the server with `unshare` and the additional `unshare` options `as_whom`.
 
         Returns:
             `unshare`'s error message if the kernel does not permit namespaces. Otherwise, an empty string.
@@ -80,7 +80,7 @@ class BoxClient:
         ours, its = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         namespaces = ["--net", "--mount", "--uts", "--ipc", "--pid", "--fork", "--kill-child", "--mount-proc"]
         python = [sys.executable, "-m", "ddp_tutorial.cluster.box", str(its.fileno())]
-        # The forks of the box are ranks. Without a name server, torch would warn in each rank that it cannot resolve
+        # The forks of the server are ranks. Without a name server, torch would warn in each rank that it cannot resolve
         # its peers.
         environ = {"TORCH_CPP_LOG_LEVEL": "ERROR", "OMP_WAIT_POLICY": "PASSIVE"} | environment()
         with its, tempfile.TemporaryFile() as errors:
@@ -110,10 +110,10 @@ class BoxClient:
         return ""
 
     def close(self) -> None:
-        """Stop the box, and thereby all processes in the cluster."""
+        """Stop the server. The kernel then kills all other processes in the cluster."""
         if self._channel is None:
             return
-        self._channel.close()  # the box then exits, and the kernel kills all other processes
+        self._channel.close()  # the server then exits, and the kernel kills all other processes
         self._channel = None
         try:
             self._box.wait(_END_SECONDS)
@@ -124,18 +124,18 @@ class BoxClient:
     def ask(self, name: str, *args: Any, fds: Sequence[int] = ()) -> Any:
         """Send a request, and return the reply.
 
-        If the caller is interrupted while waiting, the box still completes the request. The next call of `ask` discards
-        the reply to the interrupted request. If the discarded reply reports a new process, that process is killed.
+        If the caller is interrupted while waiting, the server still completes the request. The next call to `ask`
+        discards the reply to the interrupted request. If that reply reports a new process, the process is killed.
 
         Args:
-            name: Name of the request. The box calls its method `do_NAME`.
-            *args: Arguments of the method.
+            name: Name of the request. The server calls `Box.do_NAME`.
+            *args: Arguments of that method.
             fds: Open files to pass with the request.
 
         Raises:
-            ConfigError: If the box rejects the request.
-            FailedError: If the request failed, or the box has exited.
-            RuntimeError: If the box has not been started.
+            ConfigError: If the server rejects the request.
+            FailedError: If the request failed, or the server has exited.
+            RuntimeError: If the server has not been started.
         """
         answer = self._ask(name, *args, fds=fds)
         with suppress(IndexError):
@@ -180,7 +180,7 @@ def environment() -> dict[str, str]:
 def _check_system() -> None:
     """Raise `ConfigError` if this system cannot run a cluster."""
     if sys.platform != "linux":
-        raise ConfigError(f"a cluster requires Linux, got {sys.platform}: it uses Linux kernel namespaces")
+        raise ConfigError(f"a cluster requires Linux and its kernel namespaces, got {sys.platform}")
     if which("unshare") is None:
         raise ConfigError(
             "a cluster requires the command 'unshare', which was not found. Install the package util-linux"

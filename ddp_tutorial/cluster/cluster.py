@@ -11,8 +11,7 @@ Each node has its own host name (n0, n1, ...), address (10.0.0.1, ...), loopback
 connected by a network whose rate the kernel enforces. The traffic is real, not simulated. The nodes share the machine's
 cores, memory, disk and files. Nothing outside the cluster can connect to it.
 
-A cluster requires Linux. Root can always create a cluster. Other users can create a cluster if the system permits
-unprivileged user namespaces, as most systems do.
+A cluster requires Linux, and either root privileges or unprivileged user namespaces, which most systems permit.
 """
 
 import math
@@ -58,11 +57,11 @@ class Cluster:
             nodes: Number of hosts.
             rate: Limit on the send rate and on the receive rate of each host, such as "10gbit", "1gbit" or "100mbit".
                 None means no limit.
-            delay: Additional one-way latency of each message, such as "0.5ms". A user-space process delays the
-                messages, so a delay requires a rate. With a delay, the maximum rate is 1gbit for two nodes. For more
-                than two nodes, it is 480mbit divided by the number of nodes (see `delay`).
+            delay: Additional one-way latency of each message, such as "0.5ms". A user-space process with limited
+                throughput delays the messages, so `delay` requires `rate`. With a delay, the maximum rate is 1gbit for
+                two nodes. For more than two nodes, the maximum is 480mbit divided by the number of nodes.
             shared_folder: Whether all nodes use `folder` as their working directory, as on a network file system.
-                Otherwise, each node uses its own subfolder: n0/, n1/, ...
+                Otherwise, each node uses its own subfolder of `folder` (n0/, n1/, ...).
             folder: Working directory of the nodes.
 
         Raises:
@@ -103,11 +102,11 @@ class Cluster:
 
     @property
     def description(self) -> str:
-        """The rate and delay of the links, such as `1gbit links, 0.5ms`."""
+        """Description of the links' rate and delay, such as `1gbit links, 0.5ms`."""
         return (f"{self.rate} links" if self.rate else "links of any rate") + (f", {self.delay}" if self.delay else "")
 
     def __repr__(self) -> str:
-        """Return a string with the cluster's settings."""
+        """Return a string that describes the cluster's settings."""
         return f"Cluster(nodes={len(self)}, rate={self.rate!r}, delay={self.delay!r})"
 
     def __enter__(self) -> "Cluster":
@@ -143,7 +142,7 @@ class Cluster:
         env: Mapping[str, str] | None = None,
         line: Callable[[str, str], None] | None = None,
     ) -> Process:
-        """Start a command on one node without waiting for it.
+        """Start a command on one node without waiting for it to exit.
 
         Args:
             *argv: Command and arguments.
@@ -166,7 +165,7 @@ class Cluster:
 
         Args:
             *argv: Command and arguments.
-            env: Additional environment variables on all nodes.
+            env: Additional environment variables for all nodes.
             env_of: Additional environment variables for each node, one mapping per node.
             timeout: Timeout in seconds.
             line: Function to call as `line(node, text)` for each output line.
@@ -188,7 +187,7 @@ class Cluster:
         timeout: float | None = None,
         line: Callable[[str, str], None] | None = None,
     ) -> list[CommandResult]:
-        """Run `torchrun --nnodes=N --nproc-per-node=... ARGS` on every node. The agents rendezvous on n0 (c10d)."""
+        """Run `torchrun --nnodes=N --nproc-per-node=... ARGS` on every node. The agents use c10d rendezvous on n0."""
         return self.finish(self.start_torchrun(*args, nproc_per_node=nproc_per_node, env=env, line=line), timeout)
 
     def start_torchrun(
@@ -208,9 +207,9 @@ class Cluster:
         return self._runner.start_all(begin, len(self))
 
     def torchrun_env(self, node: int, port: int = PORT) -> dict[str, str]:
-        """Return the rendezvous settings of a node's torchrun agent.
+        """Return environment variables that contain the rendezvous settings for a node's torchrun agent.
 
-        torchrun can also read each option from an environment variable whose name starts with PET_. The equivalent
+        torchrun can read each option from an environment variable whose name starts with PET_. The equivalent
         command-line options are: --nnodes=2 --rdzv-backend=c10d --rdzv-endpoint=n0:29500 --rdzv-id=cluster
         --rdzv-conf=is_host=1 (on n0; 0 on other nodes) --local-addr=10.0.0.1
         """
@@ -248,7 +247,7 @@ class Cluster:
             ranks_per_node: Number of ranks on each node.
             threads: Number of torch threads per rank.
             timeout: Timeout in seconds for all ranks to return. None means no timeout.
-            collective_timeout: Timeout of a collective in seconds. A rank that waits longer raises an error.
+            collective_timeout: Timeout in seconds for each collective. A rank that waits longer raises an error.
             env: Additional environment variables.
             meanwhile: Function to call in this process after all ranks have joined the process group, for example to
                 unplug a cable.
@@ -274,26 +273,26 @@ class Cluster:
     def fork(self, entry: str, *, node: int, env: Mapping[str, str], files: Sequence[int]) -> int:
         """Call a function in a new process on one node without waiting for the result.
 
-        The method returns the process ID for `send_signal`. The process is forked from the box, which imports the
-        function's module, and thereby torch, only once.
+        The method returns the process ID that `send_signal` expects. The process is forked from the cluster's main
+        process, which imports the function's module and torch only once.
 
         Args:
             entry: Name of the function, as "package.module:function".
             node: Index of the node.
             env: Additional environment variables.
             files: Open files that the new process inherits. The first file receives the output, and the second file
-                receives the exit code as text. The function is called with the descriptors of the remaining files, at
-                most five.
+                receives the exit code as text. The function is called with the descriptors of the remaining files (at
+                most five).
         """
         self._check(node)
         return self._runner.fork("fork", entry, node, env, files)
 
     def send_signal(self, number: int, signalled: int) -> None:
-        """Send a signal to a process that `fork` started, unless it has exited."""
+        """Send a signal to a process that `fork` started, unless the process has exited."""
         self._box.ask("signal", number, int(signalled))
 
     def pid_of(self, number: int) -> int | None:
-        """Return the process ID, as seen outside the cluster, of a process that `fork` started.
+        """Convert a process ID that `fork` returned to the process ID outside the cluster.
 
         Returns:
             The process ID, or None if the process has exited.
@@ -307,7 +306,7 @@ class Cluster:
         return None
 
     def new_port(self) -> int:
-        """Return a rendezvous port that has not been used before."""
+        """Return a rendezvous port that this cluster has not used before."""
         self._port += 1
         return self._port - 1
 
@@ -337,7 +336,7 @@ class Cluster:
             network.bits_per_second(rate)
         if self.delay is not None:
             network.check_delayed(len(self), rate)
-        before, self.rate = self.rate, rate  # the box sets the rate even if an interrupt arrives before its reply
+        before, self.rate = self.rate, rate  # the server sets the rate even if an interrupt arrives before its reply
         try:
             self._box.ask("set_rate", rate)
         except ConfigError:
@@ -366,9 +365,9 @@ class Cluster:
             self.reconnect(node)
 
     def kill(self, node: int) -> None:
-        """Simulate a power failure by disconnecting the node's cable and killing all its processes at once.
+        """Simulate a power failure by disconnecting the node's cable and killing all the node's processes at once.
 
-        Without the cable, the other nodes receive no notification. A killed node cannot be restarted.
+        The other nodes are not notified, because the cable is disconnected. A killed node cannot be restarted.
         """
         self._check(node)
         self.off.add(self.names[node])
@@ -382,7 +381,7 @@ class Cluster:
 def unsupported_reason(delay: str | None = None) -> str:
     """Return a one-line reason why this system cannot run a cluster, or an empty string if it can.
 
-    To determine the reason, the function starts a cluster with one node, and with `delay` if given.
+    The function tries to start a cluster that contains one node and, if specified, uses `delay`.
 
     Raises:
         FailedError: If the cluster fails for a reason other than a missing system feature. Such a failure indicates a

@@ -18,10 +18,10 @@ _GRACE_SECONDS = 3.0
 
 
 class HostedRanks:
-    """Ranks of one launch on a cluster's nodes. Each node runs the same number of ranks."""
+    """The ranks that one launch starts on a cluster's nodes. Each node runs the same number of ranks."""
 
     def __init__(self, runner: Runner, off: Set[str], address: str, port: int, size: int, per_node: int) -> None:
-        """Store the settings. `call` starts the ranks.
+        """Store the settings. The method `call` starts the ranks.
 
         Args:
             runner: Runner that starts the processes.
@@ -121,7 +121,7 @@ class HostedRanks:
 
 
 def _read(result: IO[bytes]) -> Any:
-    """Return a rank's outcome, or None if the rank has not written an outcome yet."""
+    """Return the outcome (result or exception) that a rank has written, or None if there is no outcome yet."""
     result.seek(1)  # the first byte only shows that the rank has joined the process group
     content = result.read()
     return pickle.loads(content) if content else None

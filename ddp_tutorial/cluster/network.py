@@ -6,9 +6,9 @@ r"""Create hosts and a network between them. Each host is a Linux network namesp
        |            |
      eth0          eth0                in the namespaces of n0 and n1, 10.0.0.1 and 10.0.0.2
 
-A token bucket (tbf, see tc-tbf(8)) at each end of a pair limits the rate of the packets that leave or enter a host. A
-host therefore sends at most at `rate` and receives at most at `rate`, as with a network card and a switch of that
-speed. If there is a delay, the kernel redirects frames that enter the bridge to a process; see `delay`.
+A token bucket (tbf, see tc-tbf(8)) at each end of a veth pair limits the rate at which packets leave or enter a host.
+Each host's send rate and receive rate are therefore at most `rate`, as with a network card and a switch of that speed.
+If a delay is set, a process first receives the frames that arrive at the bridge; see `delay`.
 
 This module's functions must be called inside namespaces in which the caller has all privileges; see `box`.
 """
@@ -55,7 +55,7 @@ def name_of(node: int) -> str:
 
 
 def address_of(node: int) -> str:
-    """Return the host's address on the network between the nodes."""
+    """Return a host's IP address on the cluster's network."""
     return f"10.0.0.{node + 1}"
 
 
@@ -98,8 +98,8 @@ def check_delayed(nodes: int, rate: str | None) -> None:
     if bits > most:
         found = f"{rate!r}" if rate else "no limit"
         raise ConfigError(
-            f"with a delay, the rate of {nodes} nodes must be at most '{most / 1e6:.0f}mbit', got {found}. A single "
-            "process delays all frames"
+            f"with 'delay', 'rate' must be at most '{most / 1e6:.0f}mbit' for {nodes} nodes, got {found}. A single "
+            "process forwards and delays all network traffic"
         )
 
 
@@ -123,7 +123,7 @@ class Network:
         Args:
             nodes: Number of hosts.
             rate: Rate of the links. None means no limit.
-            delayed: Whether `divert` will be called.
+            delayed: Whether the method `divert` will be called.
 
         Raises:
             ConfigError: If the kernel does not support a required feature.
@@ -177,9 +177,9 @@ class Network:
         return Host(name_of(node), net, uts, index, mac)
 
     def divert(self) -> int:
-        """Redirect all frames that enter the bridge, and return the file from which they can be read.
+        """Redirect all incoming frames of the bridge to a TAP device, and return the device's file descriptor.
 
-        The bridge forwards all frames that are written to the file.
+        The bridge forwards all frames that are written to the descriptor.
         """
         wire = open_wire()
         with _rtnl() as kernel:
@@ -227,7 +227,7 @@ class Network:
             kernel.link("set", index=self.hosts[node].port, state="up" if up else "down")
 
     def enter(self, node: int) -> None:
-        """Move this process, and all processes that it will start, to the host. This cannot be undone."""
+        """Move this process, and all processes that it later starts, to the host. The move cannot be undone."""
         _libc("setns", self.hosts[node].net, _NEWNET)
         _libc("setns", self.hosts[node].uts, _NEWUTS)
 

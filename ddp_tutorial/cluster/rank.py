@@ -1,4 +1,4 @@
-"""Run a rank on a cluster host. The rank is forked from the box process, which has already imported torch."""
+"""Run a rank on a cluster host. The rank is forked from the cluster's main process, which has imported torch."""
 
 import gc
 import io
@@ -23,7 +23,7 @@ gc.freeze()  # forked ranks share the memory of the current objects until a proc
 
 
 def call_here(call: int, result: int) -> None:
-    """Run the rank that the environment specifies, and call the function in the file `call`.
+    """Run the rank that the environment variables specify, and call the function stored in the file `call`.
 
     Args:
         call: Descriptor of the file with the pickled call. All ranks share the file.

@@ -27,7 +27,7 @@ _REFUSALS = {
 def refusals(what: str) -> Iterator[None]:
     """Raise `ConfigError` if the kernel rejects an operation in the block.
 
-    Other errors, such as a `TypeError` after an upgrade, are not converted, because they indicate a defect.
+    Other errors, such as a `TypeError` after an upgrade, are raised unchanged, because they indicate a defect.
 
     Args:
         what: Start of the error message, such as "the cluster cannot be started: the kernel does not permit a bridge".

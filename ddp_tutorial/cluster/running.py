@@ -87,7 +87,7 @@ class Process:
     def end(self, code: int) -> None:
         """Record the exit of the process, and read the rest of its output.
 
-        The method does not wait for child processes that still hold the output open.
+        The method does not wait for child processes that keep the output pipe open.
         """
         os.set_blocking(self.stdout, False)
         while self.read():
@@ -98,7 +98,7 @@ class Process:
 
 
 def wait(processes: Sequence[Process], timeout: float | None = None, until: Callable[[], bool] = lambda: False) -> None:
-    """Read the output of processes until all processes have exited or `until()` returns true.
+    """Read the processes' output until all of them have exited or `until()` returns true.
 
     Raises:
         TimeoutError: If a process is still running after `timeout` seconds.
@@ -168,7 +168,7 @@ class Runner:
     ) -> Process:
         """Start a process as `fork` does, and create pipes for its output and exit code.
 
-        The files in `files` are passed to the function.
+        If `kind` is "fork", the open files `files` are passed to the function.
         """
         stdout, its_stdout = os.pipe()
         status, its_status = os.pipe()
@@ -188,7 +188,7 @@ class Runner:
     def start_all(self, begin: Callable[[int], Process], count: int) -> list[Process]:
         """Call `begin(0)`, `begin(1)`, ... to start `count` processes.
 
-        If a process cannot be started, or on an interrupt, all processes started so far are killed.
+        If a process cannot be started or an interrupt occurs, the processes that have already started are killed.
         """
         started: list[Process] = []
         try:

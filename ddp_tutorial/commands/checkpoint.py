@@ -24,7 +24,7 @@ _as_json = click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 
 
 def _checkpoints(path: Path) -> list[Path]:
-    """Return the checkpoint at `path`, or all checkpoints of the run. Raise `ConfigError` if there are none."""
+    """Return the checkpoint at `path`, or all checkpoints if `path` is a run. Raise `ConfigError` if there are none."""
     from ddp_tutorial.checkpoint.manifest import CHECKPOINTS, MANIFEST, list_checkpoints
     from ddp_tutorial.runs.summaries import find_run
 
@@ -43,7 +43,7 @@ def _checkpoints(path: Path) -> list[Path]:
 @_a_path
 @_as_json
 def checkpoint_list(path: Path, as_json: bool) -> None:
-    """List a run's checkpoints with their step, ranks, size and metrics."""
+    """List a run's checkpoints, with the step, number of ranks, size and metrics of each checkpoint."""
     from ddp_tutorial.checkpoint.manifest import CheckpointError, read_manifest
 
     rows: list[dict[str, Any]] = []
@@ -116,7 +116,7 @@ def checkpoint_verify(path: Path, as_json: bool) -> None:
 @click.argument("other", type=click.Path(path_type=Path))
 @_as_json
 def checkpoint_diff(path: Path, other: Path, as_json: bool) -> None:
-    """Compare the settings and all values of two checkpoints. The exit code is 1 if they differ."""
+    """Compare the settings and all values of two checkpoints. The exit code is 1 if the checkpoints differ."""
     from ddp_tutorial.checkpoint.comparison import compare
 
     found = compare(_checkpoints(path)[-1], _checkpoints(other)[-1])

@@ -27,7 +27,7 @@ def run(nodes: int, rate: str | None, delay: str | None, separate_folders: bool,
     cluster run --rate 1gbit -- torchrun --nproc-per-node 1 -m ddp_tutorial train 2proc
     cluster run --nodes 3 -- sh -c 'echo $NODE_RANK; hostname; ip addr'
 
-    The hosts share this machine's cores and files, and are not reachable from outside. The variables PET_* specify
+    The hosts share this machine's cores and files, and are not reachable from outside. The PET_* variables specify
     torchrun's number of nodes, rendezvous endpoint (n0:29500) and node rank. NODE_RANK is the index of the host,
     starting at 0. The exit code is 0 if the command exits with 0 on all hosts.
     """

@@ -33,7 +33,7 @@ _open = click.option("-e", "--open", "opens", is_flag=True, help="Open the figur
 
 
 def _chosen(names: tuple[str, ...], everything: bool) -> list[Path]:
-    """Return the named runs' folders without duplicates. Without names, return the newest run, or all with --all.
+    """Return the named runs' folders without duplicates. By default, return the newest run, or all runs with --all.
 
     Existing files and folders that are not runs are skipped, and their number is reported, because the pattern `runs/*`
     also matches figures, caches and sweeps.
@@ -49,7 +49,7 @@ def _chosen(names: tuple[str, ...], everything: bool) -> list[Path]:
     if not names:
         if there := find_runs():
             return there if everything else there[-1:]
-        raise ConfigError(f"no runs under {RUNS}/; start one with: python -m ddp_tutorial train 2proc")
+        raise ConfigError(f"there are no runs under {RUNS}/. Start a run with: python -m ddp_tutorial train 2proc")
     found: dict[Path, None] = {}
     skipped = []
     for name in names:
@@ -74,15 +74,16 @@ def _chosen(names: tuple[str, ...], everything: bool) -> list[Path]:
 def list_runs() -> None:
     """List all runs under runs/, from oldest to newest.
 
-    A run's state is finished, stopped, failed, killed or running. A stopped run exited before its last step, on request
-    or by a signal. A failed run recorded a rank's error. A killed run exited without writing a result or an error.
+    A run's state is finished, stopped, failed, killed or running. A run is listed as stopped if it exited before its
+    last step, on request or after a signal. A run is listed as failed if it recorded a rank's error. A run is listed as
+    killed if it exited without writing a result or an error.
     """
     from ddp_tutorial.files import RUNS
     from ddp_tutorial.runs.summaries import find_runs, summarize
 
     rows = [_cells(summarize(folder)) for folder in find_runs()]
     if not rows:
-        click.echo(f"no runs under {RUNS}/; start one with: python -m ddp_tutorial train 2proc", err=True)
+        click.echo(f"there are no runs under {RUNS}/. Start a run with: python -m ddp_tutorial train 2proc", err=True)
         return
     head = ["state", "step", "loss", "validation", "rate", "ranks", "took", "began", "run"]
     widths = [max(len(row[column]) for row in (head, *rows)) for column in range(len(head))]
@@ -226,7 +227,7 @@ def _shortened(error: str, longest: int = 160) -> str:
 
 
 def _table(summaries: list["Summary"], speedups: list["Speedup"]) -> str:
-    """Return a Markdown table with a row for each run, including the settings that differ between runs."""
+    """Return a Markdown table with a row for each run and a column for each setting that differs between runs."""
     from ddp_tutorial.runs.summaries import differing_settings
 
     settings = {name: values for name, values in differing_settings(summaries).items() if name != "nprocs"}
@@ -264,7 +265,7 @@ def _plain(value: Any) -> str:
 
 
 def _page(run: "Summary") -> str:
-    """Return a summary of one run, with one line per known value."""
+    """Return a summary of one run, with one line per available value."""
     lines = {
         "state": _state(run),
         "error": run.failure and f"\n{'':14}".join(run.failure.error.strip().splitlines()),
@@ -361,7 +362,7 @@ def _losses(values: "Values | None") -> str | None:
     if values is None:
         return None
     best = "" if values.best is None else f", best {values.best:.3f} at step {values.best_step:,}"
-    return f"{format_loss(values.first)} at first, {format_loss(values.last)} at last{best}"
+    return f"first {format_loss(values.first)}, last {format_loss(values.last)}{best}"
 
 
 def _speed(run: "Summary") -> str | None:
@@ -396,7 +397,7 @@ def _share(part: float, whole: float) -> str:
 
 
 def _memory(run: "Summary") -> str | None:
-    """Return the peak memory of each rank, or its range if there are more than 8 ranks."""
+    """Return each rank's peak memory, or the range over all ranks if there are more than 8 ranks."""
     words = []
     for kind, name in (("rss", ""), ("cuda", "on GPUs ")):
         values = run.memory_mb.get(kind, [])
@@ -441,11 +442,11 @@ def plot(
     output: Path | None,
     opens: bool,
 ) -> None:
-    """Plot the metrics of runs, by default of the newest run.
+    """Plot the metrics of one or more runs. The default is the newest run.
 
     With --compare, the figure contains one panel per metric. Otherwise, it contains one panel per metric per run.
-    Without -o, the figure is written to runs/plot-RUN.png. Other metrics are eval_loss, tokens_per_second, loss_scale,
-    and seconds.PHASE, such as seconds.data.
+    Without -o, the figure is written to runs/plot-RUN.png. The option --metrics also accepts eval_loss,
+    tokens_per_second, loss_scale, and seconds.PHASE, such as seconds.data.
     """
     from ddp_tutorial.files import RUNS
 
@@ -453,7 +454,7 @@ def plot(
     if output is not None and output.suffix not in endings:
         raise ConfigError(f"'-o' must end in one of {', '.join(endings)}, got {output}")
     if output is not None and not output.parent.is_dir():
-        raise ConfigError(f"the folder {str(output.parent)!r} for '-o' {output} does not exist")
+        raise ConfigError(f"'-o' {output}: the folder {str(output.parent)!r} does not exist")
     folders = _chosen(runs, everything)
 
     require_package("matplotlib", "notebooks")
@@ -501,8 +502,7 @@ def _joined(folders: list[Path]) -> str:
 def draw_timeline(run: str, opens: bool) -> None:
     """Draw a run's profiled steps, with all ranks on a common clock.
 
-    The figure is written to profile/timeline.png in the run's directory. The `profile` settings of a run select the
-    steps.
+    The run's `profile` settings select the steps. The figure is written to profile/timeline.png in the run's directory.
     """
     from ddp_tutorial.runs.folder import RunFolder
     from ddp_tutorial.runs.summaries import find_run

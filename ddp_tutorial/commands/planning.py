@@ -130,7 +130,7 @@ def _value(field: str, text: str, is_switch: bool) -> int | bool:
 
 
 def _network(name: str, node_gbit: float | None) -> Network:
-    """Return a network in which the devices of a node share `node_gbit` Gbit/s."""
+    """Return the network `name`, in which the devices of a node share a bandwidth of `node_gbit` Gbit/s, if given."""
     network = NETWORKS[name]
     if node_gbit is None:
         return network
@@ -139,7 +139,7 @@ def _network(name: str, node_gbit: float | None) -> Network:
 
 
 def _plan(estimate: Estimate) -> dict[str, Any]:
-    """Return an estimate as a JSON object, including its computed properties."""
+    """Return an estimate and its computed properties as a JSON object."""
     return asdict(estimate) | {
         "label": estimate.plan.label,
         "seconds": estimate.seconds,

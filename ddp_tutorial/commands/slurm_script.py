@@ -31,8 +31,8 @@ def slurm_script(
     config = load(source, kind, [*of_run, *of_job])
     if config.resume not in {"never", "auto"}:
         raise ConfigError(
-            f"'resume' must be never or auto for a Slurm job, got {config.resume}: a requeued job would resume from "
-            "that path again. Start the run with 'train', or copy the checkpoint into the run, and use resume=auto"
+            f"'resume' must be 'never' or 'auto' for a Slurm job, got {config.resume!r}. A requeued job would resume "
+            "from that path again. Start the run with 'train', or copy the checkpoint into the run and use resume=auto"
         )
     here = ranks_per_node(config.nprocs, config.slurm)
     micro_batches_per_rank(config, config.nprocs)

@@ -91,9 +91,9 @@ def train(
     immediately if there is nothing to save yet. The command `stop` also stops a run. To resume, rerun the command with
     resume=auto.
 
-    Under torchrun, the exit code is 0 instead, because torchrun would restart the ranks after any other code. The exit
-    code is also 0 in a Slurm step after `stop`, because code 75 would requeue the job. result.json records the reason
-    for the stop.
+    Under torchrun, the exit code is 0 instead of 75, because torchrun would restart the ranks after any other code. The
+    exit code is also 0 in a Slurm step after `stop`, because code 75 would requeue the job. result.json records the
+    reason for the stop.
     """
     if debug:
         from ddp_tutorial.processes.debug_variables import set_variables
@@ -137,8 +137,8 @@ def _train(
         settings = settings.model_copy(update={"faults": (*settings.faults, *map(parse, faults))})
     if debug.check and settings.strategy not in {"ddp", "invariant", "accelerate"}:
         raise configs.ConfigError(
-            "--check compares replicas, so 'strategy' must be ddp, invariant or accelerate, got "
-            f"{settings.strategy}. Debug with strategy=ddp, or use --watch instead of --check"
+            "--check compares replicas, so 'strategy' must be 'ddp', 'invariant' or 'accelerate', got "
+            f"{settings.strategy!r}. Debug with strategy=ddp, or use --watch instead of --check"
         )
     # only rank 0 prints
     world = World.detect(device=settings.device, backend=settings.backend) if joins else World()

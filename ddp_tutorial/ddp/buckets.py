@@ -1,4 +1,4 @@
-"""Group gradients into buckets that are reduced with one all-reduce each."""
+"""Group gradients into buckets, each of which is reduced with one all-reduce."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -10,19 +10,19 @@ MIB = 2**20
 
 
 def assign_buckets(nbytes: Sequence[int], kinds: Sequence[object], cap: float, first_cap: float) -> list[list[int]]:
-    """Assign gradients to buckets in the order in which they become ready.
+    """Assign gradients to buckets, in the order in which the gradients become ready.
 
-    A bucket is closed as soon as it contains at least `cap` bytes. A bucket may exceed the cap, because gradients are
-    never split. PyTorch uses the same rule. With a small first bucket, the first all-reduce starts early.
+    A bucket is closed as soon as it contains at least `cap` bytes. A bucket may exceed `cap`, because gradients are
+    never split. PyTorch uses the same rule. A small first bucket lets the first all-reduce start early.
 
     Args:
-        nbytes: The size of each gradient.
+        nbytes: The size of each gradient in bytes.
         kinds: The kind of each gradient (dtype and device). All gradients in a bucket are of the same kind.
         cap: The size in bytes at which a bucket is closed.
         first_cap: The size in bytes at which the first bucket of each kind is closed.
 
     Returns:
-        A list of gradient indices for each bucket, in the order in which the buckets become complete.
+        One list of gradient indices per bucket, in the order in which the buckets become complete.
     """
     buckets: list[list[int]] = []
     open_bucket: dict[object, list[int]] = {}
@@ -50,7 +50,7 @@ class Bucket:
 
     @staticmethod
     def of(name: str, named: Sequence[tuple[str, nn.Parameter]]) -> "Bucket":
-        """Return a zero-filled bucket for these parameters, which must have the same dtype and device."""
+        """Return a zero-filled bucket for the `named` parameters, which must have the same dtype and device."""
         names, parameters = [name for name, _ in named], [parameter for _, parameter in named]
         sizes = [parameter.numel() for parameter in parameters]
         buffer = torch.zeros(sum(sizes), dtype=parameters[0].dtype, device=parameters[0].device)
@@ -59,10 +59,10 @@ class Bucket:
 
     @torch.no_grad()
     def collect(self, place: int, world_size: int) -> None:
-        """Divide the gradient of parameter `place` by the world size, and copy the result into the buffer.
+        """Divide the gradient of the parameter at index `place` by the world size, and copy the result into the buffer.
 
-        `.grad` becomes a view of the buffer. Because each rank divides its gradient first, the sum over ranks is the
-        mean. Dividing first also avoids overflow in half precision. A missing gradient contributes zeros.
+        The parameter's `.grad` becomes a view of the buffer. Because each rank divides its gradient first, the sum over
+        ranks is the mean. Dividing first also avoids overflow in half precision. A missing gradient contributes zeros.
         """
         parameter, view = self.parameters[place], self.views[place]
         gradient = parameter.grad
@@ -80,7 +80,7 @@ class Bucket:
 def check_dense(name: str, gradient: torch.Tensor | None) -> None:
     """Raise `ValueError` if `gradient` is sparse, because the nonzero rows may differ between ranks."""
     if gradient is not None and gradient.is_sparse:
-        raise ValueError(f"parameter {name!r} has a sparse gradient: build its layer with sparse=False")
+        raise ValueError(f"parameter {name!r} must have a dense gradient. Create its layer with sparse=False")
 
 
 def make_buckets(
@@ -88,7 +88,7 @@ def make_buckets(
 ) -> list[Bucket]:
     """Group the named parameters into buckets of about `cap` bytes, in the given order.
 
-    Without a cap, there is one bucket for each dtype and device.
+    Without a cap, there is one bucket for each combination of dtype and device.
     """
     tensors = [parameter for _, parameter in parameters]
     groups = assign_buckets(

@@ -15,7 +15,7 @@ class LinkConfig(Config):
 
 
 class CompileConfig(Config):
-    """Options for `torch.compile`, which keep their PyTorch names."""
+    """Options for `torch.compile`, with the same names as in PyTorch."""
 
     backend: str = Field("inductor", description="Compiler backend.")
     mode: Literal["default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"] | None = Field(
@@ -31,12 +31,12 @@ class CompileConfig(Config):
     @model_validator(mode="after")
     def _modes_belong_to_inductor(self) -> "CompileConfig":
         if self.mode is not None and self.backend != "inductor":
-            raise ValueError(f"'mode' is an option of backend inductor, not of {self.backend}")
+            raise ValueError(f"'mode' requires backend=inductor, got backend={self.backend}")
         return self
 
 
 class DDPConfig(Config):
-    """The DDP variant and its options. Options of PyTorch's DDP keep their PyTorch names."""
+    """The DDP variant and its options. Options of PyTorch's DDP have the same names as in PyTorch."""
 
     variant: Literal["naive", "flat", "bucket", "torch"] = Field(
         "torch", description="Which DDP implementation averages the gradients."
@@ -58,7 +58,7 @@ class DDPConfig(Config):
         True, description="Variant torch only: gradients are views of the buckets; always true for variant bucket."
     )
     device_ids: list[int] | None = Field(
-        None, examples=[[0]], description="Variant torch only: by default, the rank's own GPU."
+        None, examples=[[0]], description="Variant torch only: the GPU to use; by default, the rank's own GPU."
     )
     shared_memory: bool = Field(
         False, description="Variant torch only: two ranks of one Linux machine sum gradients in shared memory."
@@ -75,14 +75,15 @@ class DDPConfig(Config):
         for options, variants in _ONLY.items():
             for name in sorted(changed & options):
                 if self.variant not in variants:
-                    raise ValueError(f"'{name}' is an option of variant {' or '.join(variants)}, not of {self.variant}")
+                    known = " or ".join(f"variant={each}" for each in variants)
+                    raise ValueError(f"'{name}' requires {known}, got variant={self.variant}")
         if "powersgd_rank" in changed and self.hook != "powersgd":
-            raise ValueError(f"'powersgd_rank' is an option of hook powersgd, not of hook {self.hook}")
+            raise ValueError(f"'powersgd_rank' requires hook=powersgd, got hook={self.hook}")
         if self.variant == "torch" and self.hook == "powersgd":
             raise ValueError(
-                "'hook' = powersgd requires variant=bucket. PowerSGD starts a second all-reduce when the first one "
-                "completes, and all ranks must start the all-reduces in the same order. Variant torch with gloo does "
-                "not guarantee that order"
+                "'hook' must not be powersgd with variant=torch. PowerSGD starts a second all-reduce when the first "
+                "one completes, and all ranks must start the all-reduces in the same order. variant=torch with gloo "
+                "does not guarantee that order. Use variant=bucket"
             )
         beside = sorted(changed & {"hook", "simulated_link", "find_unused_parameters", "static_graph"})
         if self.shared_memory and beside:
@@ -93,7 +94,7 @@ class DDPConfig(Config):
         """Raise `ConfigError` if PyTorch cannot split a compiled model at the bucket boundaries."""
         if self.variant == "torch" and self.bucket_cap_mb is not None and self.bucket_cap_mb < 1:
             raise ConfigError(
-                f"'bucket_cap_mb' must be at least 1 for a compiled model, got {self.bucket_cap_mb}: PyTorch "
+                f"'bucket_cap_mb' must be at least 1 for a compiled model, got {self.bucket_cap_mb}. PyTorch "
                 "compiles one graph per bucket, and the first bucket is 1 MiB. Use bucket_cap_mb=1, or variant=bucket"
             )
 

@@ -1,8 +1,8 @@
-"""Define communication hooks that send a bucket uncompressed, in 16 bits, or as two low-rank matrices (PowerSGD).
+"""Define communication hooks that send buckets uncompressed, in a 16-bit dtype, or as low-rank matrices (PowerSGD).
 
 A bucket contains this rank's gradients, divided by the world size. A hook starts the bucket's all-reduce and returns a
-`Pending` object. After `Pending.wait`, the bucket contains the mean over ranks. If the hook compresses gradients, the
-bucket contains an approximation of the mean.
+`Pending` object. After `Pending.wait` returns, the bucket contains the mean over ranks. If the hook compresses
+gradients, the bucket contains an approximation of the mean.
 """
 
 import zlib
@@ -39,7 +39,7 @@ class AllReduceHook:
     """A hook that sends the gradients uncompressed."""
 
     def __init__(self, link: Link) -> None:
-        """Create a hook that sends over `link`."""
+        """Create a hook that sends gradients over `link`."""
         self.link = link
 
     def start(self, bucket: Bucket) -> Future[torch.Tensor]:
@@ -56,7 +56,7 @@ class CastHook:
     """
 
     def __init__(self, link: Link, dtype: torch.dtype) -> None:
-        """Create a hook that sends over `link` in `dtype`."""
+        """Create a hook that sends gradients over `link` in `dtype`."""
         self.link, self.dtype = link, dtype
 
     def start(self, bucket: Bucket) -> Future[torch.Tensor]:
@@ -74,9 +74,9 @@ class CastHook:
 class PowerSGD:
     """A hook that approximates a gradient matrix M [n, m] by the factors P = M Q [n, rank] and Q = M' P [m, rank].
 
-    This is one step of power iteration. The residual M - P Q' stays on this rank and is added to the next gradient
-    (error feedback), so the residual is delayed instead of lost. The next step's iteration starts from this Q. Vectors
-    and complex gradients are sent uncompressed, and so are matrices that are not larger than P and Q together.
+    The approximation is one step of power iteration. The residual M - P Q' stays on this rank and is added to the next
+    gradient (error feedback), so the residual is delayed, not lost. In the next step, the power iteration starts from
+    this Q. Vectors, complex gradients, and matrices that are not larger than P and Q together are sent uncompressed.
 
     Vogels, Karimireddy & Jaggi, "PowerSGD: Practical low-rank gradient compression for distributed optimization", 2019.
     """
@@ -91,32 +91,32 @@ class PowerSGD:
             seed: The seed for the initial Q.
         """
         if rank < 1:
-            raise ValueError(f"rank must be at least 1, got {rank}")
+            raise ValueError(f"'rank' must be at least 1, got {rank}")
         self.link, self.world_size, self.rank, self.seed = link, world_size, rank, seed
         # By parameter, because buckets are rebuilt after the first step.
         self.errors: dict[str, torch.Tensor] = {}
         self.qs: dict[str, torch.Tensor] = {}
 
     def start(self, bucket: Bucket) -> "_Factors":
-        """Start summing the first factors, P, and the uncompressed gradients."""
+        """Start summing the factors P and the uncompressed gradients over all ranks."""
         return _Factors(self, bucket)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return this rank's residuals and Q, which are kept between steps."""
+        """Return the approximation rank, and the residuals and Q factors that this rank keeps between steps."""
         return {"rank": self.rank, "errors": dict(self.errors), "qs": dict(self.qs)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore a state. If its `rank` differs, only the residuals are restored, and the iteration starts over."""
+        """Restore `state`. If the approximation rank changed, restore only the residuals and restart the iteration."""
         self.errors = dict(state["errors"])
         self.qs = dict(state["qs"]) if state["rank"] == self.rank else {}
 
     def is_compressible(self, shape: torch.Size) -> bool:
-        """Return whether the two factors are smaller than a gradient of this shape."""
+        """Return whether P and Q together are smaller than a gradient of this shape."""
         rows, columns = shape[0] if len(shape) > 1 else 0, shape[1:].numel()
         return self.rank * (rows + columns) < rows * columns
 
     def first_q(self, name: str, columns: int, like: torch.Tensor) -> torch.Tensor:
-        """Return a random initial Q [columns, rank], the same on every rank."""
+        """Return a random initial Q [columns, rank] that is the same on all ranks."""
         generator = torch.Generator().manual_seed(self.seed ^ zlib.crc32(name.encode()))
         return torch.randn(columns, self.rank, generator=generator).to(like)
 
@@ -124,7 +124,7 @@ class PowerSGD:
 class _Factors:
     """The factors of one bucket. The constructor starts the all-reduce of P, and `wait` runs the all-reduce of Q.
 
-    All ranks call `wait` in bucket order, so they start the all-reduces of Q in the same order. Callbacks of P's
+    All ranks call `wait` in bucket order, so they start the all-reduces of Q in the same order. Callbacks on P's
     futures would not guarantee this order.
     """
 

@@ -48,8 +48,8 @@ def fit_link(rounds: Sequence[float], nbytes: Sequence[float], seconds: Sequence
         (latency, per_byte), _, rank, _ = np.linalg.lstsq(columns, np.ones_like(measured), rcond=1e-6)
     if rank < 2 or per_byte <= 0:
         raise ValueError(
-            f"the latency and the bandwidth cannot be determined from the measurements ({len(measured)} in total). "
-            "Measure at least two sizes, one of them large enough to take noticeably longer than the others."
+            f"the latency and the bandwidth cannot be determined from the {len(measured)} measurements. Measure at "
+            "least two sizes, and choose a largest size that takes noticeably longer than the smallest."
         )
     if latency < 0:  # then fit the bandwidth alone
         latency, per_byte = 0.0, columns[:, 1].sum()
@@ -67,9 +67,9 @@ class Transfer(NamedTuple):
 
 
 class Link(Protocol):
-    """Interface of the links, which run all-reduces in the order in which they are started.
+    """Interface of a link, which runs all-reduces in the order in which the all-reduces are started.
 
-    Every rank must start the same all-reduces. `observer` is called after each all-reduce.
+    Every rank must start the same all-reduces in the same order. `observer` is called after each all-reduce.
     """
 
     observer: Callable[[Transfer], object] | None
@@ -83,7 +83,7 @@ class DirectLink:
     """The machine's own link, which runs `torch.distributed`'s all-reduce through NCCL or gloo.
 
     NCCL's future completes as soon as the work is enqueued. A separate thread therefore waits until the work has
-    finished, and calls the observer.
+    finished, and then calls the observer.
     """
 
     def __init__(self, world: World) -> None:
@@ -116,7 +116,7 @@ class DirectLink:
         return dist.all_reduce(tensor, async_op=True).get_future().then(arrived)
 
     def _report(self, name: str, nbytes: int, issued: float, event: torch.cuda.Event | None = None) -> None:
-        """Call the observer for an all-reduce. On a GPU, first wait for `event`."""
+        """Report an all-reduce to the observer. On a GPU, first wait for `event`."""
         if self.observer is None:
             return
         if event is not None:
@@ -125,7 +125,7 @@ class DirectLink:
 
 
 class SimulatedLink:
-    """A link that simulates the latency and bandwidth of `model`.
+    """A link that simulates the latency and bandwidth specified by a `LinkModel`.
 
     Each all-reduce over N ranks takes as long as a ring all-reduce on the modeled link. This time consists of 2 (N - 1)
     latencies and the time to send 2 (N - 1) / N of the bytes. The transfer starts when the last rank has joined the
@@ -134,7 +134,7 @@ class SimulatedLink:
     A thread computes the sum with a real all-reduce and then sleeps until the simulated transfer time has elapsed.
     Meanwhile, the rank continues computing, as it would while a network card transfers the data. All simulated links of
     a rank share this thread, which runs one all-reduce at a time. A simulated link cannot be faster than the machine's
-    own link, so `overruns` counts the all-reduces that took longer than the model predicts.
+    own link. The attribute `overruns` counts the all-reduces that took longer than the `LinkModel` predicts.
     """
 
     def __init__(self, world: World, model: LinkModel) -> None:

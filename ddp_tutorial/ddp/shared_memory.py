@@ -1,9 +1,9 @@
-"""Sum the gradients of two ranks on one host in shared memory.
+"""Use shared memory to sum the gradients of two ranks on one host.
 
-Between processes on one machine, gloo's ring sends all bytes through sockets, in several consecutive messages. Here,
-each rank copies a bucket into memory that both ranks have mapped, and signals an eventfd. At the end of the backward
-pass, each rank sums both buckets. This takes one copy and one wait. The result is bitwise identical to the ring's
-result, because a + b equals b + a.
+Between processes on one machine, gloo's ring all-reduce sends all bytes through sockets, in several messages. In this
+module, each rank copies a bucket into memory that both ranks have mapped, and signals an eventfd. At the end of the
+backward pass, each rank adds the other rank's buckets to its own. A bucket thus requires one copy and one wait. The
+result is bitwise identical to gloo's result, because a + b equals b + a.
 
 A rank that has waited longer than `FALLBACK_SECONDS` falls back to gloo's all-reduce, which provides torch's timeout,
 errors and flight recorder. The other rank detects the fallback when it reaches the same bucket, and also uses gloo. If
@@ -45,7 +45,7 @@ _ALIGNED = 64  # alignment in bytes of those numbers and of each bucket
 
 
 class _Sum(NamedTuple):
-    """A pending sum of `mine` and the other rank's bucket at the same `place`."""
+    """A pending sum of this rank's bucket (`mine`) and the other rank's bucket at the same position (`place`)."""
 
     number: int
     mine: torch.Tensor
@@ -62,16 +62,16 @@ class SharedMemory:
         ddp.register_comm_hook(link, add_in_memory)
 
     On each rank, the shared memory is as large as the gradients. The memory is unnamed, so the system frees it when
-    both processes have exited. Both ranks number the buckets in the same way, from 1.
+    both processes have exited. Both ranks number the buckets in the same way, starting at 1.
     """
 
     def __init__(self, world: World, mine: Sequence[int], theirs: Sequence[int]) -> None:
-        """Map the memory of both ranks.
+        """Map the shared memory of both ranks into this process.
 
         Args:
             world: The two ranks.
             mine: The file descriptors of this rank's memory and of the eventfd that wakes this rank.
-            theirs: The other rank's file descriptors, opened in this process.
+            theirs: The other rank's file descriptors, duplicated into this process.
         """
         self.observer: Callable[[Transfer], object] | None = None
         self.world = world
@@ -97,8 +97,8 @@ class SharedMemory:
         """Create shared memory for the gradients of `parameters`. Collective.
 
         Returns:
-            The link, or None on all ranks if it is not supported. A link requires two ranks on the CPU of one host. The
-            system must support unnamed memory (Linux's memfd).
+            The link, or None on all ranks if shared memory is not supported. A link requires two ranks on the CPU of
+            one host. The system must support unnamed memory (Linux's memfd).
         """
         if world.size != 2 or world.local_size != 2 or world.device.type != "cpu":
             return None
@@ -114,7 +114,7 @@ class SharedMemory:
     def begin(self) -> None:
         """Prepare for a backward pass whose first bucket is ready.
 
-        The new buckets overwrite the previous backward pass's buckets after both ranks have summed them. If the
+        The buckets of the previous backward pass are overwritten only after both ranks have summed them. If the
         previous backward pass raised an error, its pending sums are discarded.
         """
         self._before, self._end = self._number, _ALIGNED
@@ -156,7 +156,7 @@ class SharedMemory:
     def _finish(self) -> None:
         """Compute all pending sums.
 
-        If the other rank is late or has exited, gloo waits for that rank and raises gloo's usual errors.
+        If the other rank is late or has exited, gloo's all-reduce waits for that rank and raises the usual errors.
         """
         started, self._started, self._is_queued = self._started, [], False
         for each in started:
@@ -182,13 +182,13 @@ class SharedMemory:
         each.future.set_result(each.mine)
 
     def _wait_for(self, which: int, value: int, number: int) -> bool:
-        """Wait until the other rank's counter `which` has reached `value`.
+        """Wait until the other rank's counter at index `which` has reached `value`.
 
         Returns:
-            True if the counter has reached `value`, and False after `FALLBACK_SECONDS`. If the result is False, this
-            rank has recorded that it falls back to gloo for bucket `number`. Both the check and the record happen under
-            the lock. Therefore, the other rank has already written this bucket, or will detect the fallback before it
-            writes the bucket.
+            True if the counter has reached `value`, or False after `FALLBACK_SECONDS`. If the result is False, this
+            rank has recorded that it falls back to gloo for bucket `number`. The rank holds the lock while it checks
+            the counter and records the fallback. Therefore, the other rank either has already written this bucket or
+            will detect the fallback before writing it.
         """
         deadline = time.monotonic() + FALLBACK_SECONDS
         while True:
@@ -207,10 +207,10 @@ class SharedMemory:
     def _locked(self) -> Iterator[None]:
         """Hold the lock that both ranks share, so that this rank sees all earlier writes by the other rank.
 
-        The system releases the lock of a process that has exited.
+        If a process exits, the system releases its lock.
 
         Raises:
-            TimeoutError: If the other rank's process was stopped and holds the lock for longer than the collective
+            TimeoutError: If the other rank's process is stopped and holds the lock for longer than the collective
                 timeout.
         """
         deadline = time.monotonic() + self.world.timeout.total_seconds()
@@ -227,7 +227,7 @@ class SharedMemory:
 def add_in_memory(link: SharedMemory, bucket: dist.GradBucket) -> Future[torch.Tensor]:
     """Start averaging a bucket over both ranks.
 
-    PyTorch's DDP calls this hook for full buckets, in the same order on both ranks.
+    PyTorch's DDP calls this hook once for each full bucket, in the same order on both ranks.
     """
     if bucket.index() == 0:
         link.begin()
@@ -241,7 +241,7 @@ def _aligned(nbytes: int) -> int:
 def _try_to_lock(file: int) -> bool:
     """Try to lock the file for this process, and return whether the lock was acquired.
 
-    `flock`, which `files` uses, would not exclude the other rank, because both ranks share the same open file.
+    `flock`, which `ddp_tutorial.files` uses, would not exclude the other rank, because both ranks share the open file.
     """
     try:
         fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -268,10 +268,10 @@ def _memfd_and_eventfd(nbytes: int) -> list[int]:
 
 
 def _exchange_files(world: World, mine: Sequence[int]) -> list[int]:
-    """Return the other rank's file descriptors, opened in this process. Collective.
+    """Return the other rank's file descriptors, duplicated into this process. Collective.
 
     The list is empty if a rank has no files or cannot send its files. Each rank receives the files on a socket in a
-    folder that only its user can access. Other users of the machine therefore cannot send files.
+    folder that only the current user can access. Other users of the machine therefore cannot send files.
     """
     with TemporaryDirectory() as folder, socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as mailbox:
         path = f"{folder}/mailbox"
@@ -315,7 +315,7 @@ def _is_sealed(memory: int, nbytes: int) -> bool:
 
 
 def _mapped(memory: int) -> tuple[torch.Tensor, memoryview]:
-    """Map a file, and return all of its bytes and the numbers at its start."""
+    """Memory-map a file, and return its contents as a byte tensor and its header integers as a memoryview."""
     whole = mmap.mmap(memory, 0)
     return torch.frombuffer(whole, dtype=torch.uint8), memoryview(whole)[:_ALIGNED].cast("q")
 

@@ -1,10 +1,10 @@
-"""Normalize over the global batch, with two all-reduces in each forward pass and in each backward pass.
+"""Normalize over the global batch. Each layer runs two all-reduces per forward pass and two per backward pass.
 
-A BatchNorm layer subtracts the mean of the batch and divides by its standard deviation. Under data parallelism, each
-rank processes only its share of the batch. The output for a sample then depends only on samples of the same rank. The
+A BatchNorm layer subtracts the batch mean and divides by the batch standard deviation. Under data parallelism, each
+rank processes only its share of the batch. The output for a sample then depends only on samples on the same rank. The
 results of four ranks with two samples each therefore differ from those of one process with eight samples.
-`SyncBatchNorm` sums over all ranks in the forward pass, and also in the backward pass, because every output depends on
-every input. PyTorch's `SyncBatchNorm` does the same, but supports only GPUs.
+`SyncBatchNorm` sums over all ranks in the forward pass. Every output then depends on every input, so the backward pass
+also sums over ranks. PyTorch's `SyncBatchNorm` is equivalent, but supports only GPUs.
 """
 
 from typing import Any
@@ -50,10 +50,10 @@ def _summed(tensor: torch.Tensor, group: dist.ProcessGroup | None) -> torch.Tens
 class SyncBatchNorm(nn.BatchNorm1d):
     """A layer that normalizes each channel of an input [samples, channels, ...] over the samples of all ranks.
 
-    The results match those of torch's layer with the same name.
+    The results match those of `torch.nn.SyncBatchNorm`.
 
-    In training, the forward and backward passes are collective. A rank may have fewer samples than other ranks, or no
-    samples. In evaluation, the layer is a plain BatchNorm and does not communicate.
+    In training mode, the forward and backward passes are collective. A rank may have fewer samples than other ranks, or
+    no samples. In evaluation mode, the layer behaves like a plain BatchNorm layer and does not communicate.
 
     The layer does not store a process group, so it can be copied, saved and loaded.
 
@@ -75,7 +75,7 @@ class SyncBatchNorm(nn.BatchNorm1d):
             raise ValueError(f"expected at least 2D input (got {x.dim()}D input)")
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Return the normalized `x`. Collective in training."""
+        """Return the normalized `x`. Collective in training mode."""
         if not self.training:
             return super().forward(x)
         self._check_input_dim(x)
@@ -104,7 +104,7 @@ class SyncBatchNorm(nn.BatchNorm1d):
         return normal.to(x.dtype)
 
     def _update_running(self, mean: torch.Tensor, variance: torch.Tensor) -> None:
-        """Update the running statistics as BatchNorm does. With `momentum=None`, they average all batches so far."""
+        """Update the running statistics as BatchNorm does. With `momentum=None`, average over all processed batches."""
         if not self.track_running_stats or self.running_mean is None or self.running_var is None:
             return
         assert self.num_batches_tracked is not None
@@ -117,10 +117,10 @@ class SyncBatchNorm(nn.BatchNorm1d):
 def synchronize_batch_norm(module: nn.Module, world: World) -> nn.Module:
     """Replace each BatchNorm layer of `module` with a `SyncBatchNorm`. Collective.
 
-    A layer that occurs several times in `module` is replaced everywhere by the same new layer.
+    A layer that occurs several times in `module` is replaced with the same new layer everywhere.
 
     Returns:
-        The module itself, or its replacement if it is a BatchNorm layer.
+        `module`, or its replacement if `module` is a BatchNorm layer.
     """
     group_of([range(world.size)], world, _PURPOSE)
     synced: dict[nn.Module, nn.Module] = {

@@ -40,7 +40,7 @@ TORCHS_OWN = "torch's own all-reduces, from its profiler"
 
 
 class Span(NamedTuple):
-    """An interval from `start` to `end`, in seconds, in one lane of a figure."""
+    """A time interval from `start` to `end`, in seconds, in one lane of a figure."""
 
     lane: str
     name: str
@@ -52,7 +52,7 @@ class Overlap(NamedTuple):
     """Overlap between communication and the backward pass, in seconds.
 
     `hidden` is the communication time within the backward pass. Its upper bound, `hideable`, is the shorter of the
-    total communication time and the time of the backward pass.
+    total communication time and the duration of the backward pass.
     """
 
     communication: float
@@ -61,7 +61,7 @@ class Overlap(NamedTuple):
 
     @property
     def fraction(self) -> float:
-        """The fraction of the hideable communication that was hidden, from 0 to 1."""
+        """The fraction of the hideable communication time that was hidden, from 0 to 1."""
         return self.hidden / self.hideable if self.hideable else 0.0
 
 
@@ -77,13 +77,13 @@ class Timeline:
         return sorted((span for span in self.ranks[rank] if span.name == name), key=lambda span: span.start)
 
     def overlap(self, rank: int) -> Overlap:
-        """Return the overlap between a rank's communication and backward pass."""
+        """Return the overlap between a rank's communication and its backward pass."""
         return overlap(self.ranks[rank])
 
     def save_trace(self, path: Path) -> None:
         """Write a trace for chrome://tracing or https://ui.perfetto.dev.
 
-        Each rank is a process, and each lane is a thread.
+        In the trace, each rank is a process and each lane is a thread.
         """
         write_atomically(path, json.dumps({"traceEvents": list(self._events())}).encode())
 
@@ -116,7 +116,7 @@ class Timeline:
 
 
 class Recorder:
-    """Recorder that stores phases as spans in the compute lane, and transfers as spans in the link's lane."""
+    """A recorder that stores phases as spans in the compute lane, and transfers as spans in the link lane."""
 
     def __init__(self, link: str = "") -> None:
         """Create an empty recorder. `link` describes the link."""
@@ -138,11 +138,11 @@ class Recorder:
         self._issued.append(transfer)
 
     def close(self) -> None:
-        """Split the time of PyTorch's backward pass into computation and waiting time.
+        """Split the duration of PyTorch's backward pass into computation and waiting time.
 
-        With PyTorch's DDP, the backward pass returns only after the last all-reduce. The time until the last
-        all-reduce was issued remains in `backward`. The rest is waiting time, recorded as `finish`, the phase in which
-        the other variants wait.
+        With PyTorch's DDP, the backward pass returns only after the last all-reduce. The time until the last all-reduce
+        was issued remains in the `backward` span. The remaining time is recorded as `finish`, the phase in which the
+        other DDP variants wait for the all-reduces.
         """
         for place, span in enumerate(self.spans):
             within = [each for each in self._issued if span.start <= each.issued <= span.end]
@@ -160,7 +160,7 @@ def record(link: Link | None) -> Iterator[Recorder]:
         ValueError: If `link` is None. For PyTorch's DDP without a hook, use `record_torch`.
     """
     if link is None:
-        raise ValueError("torch's DDP has no link to record, because it communicates in C++. Use record_torch().")
+        raise ValueError("record() cannot record torch's DDP, which communicates in C++. Use record_torch().")
     recorder = Recorder(str(link))
     link.observer = recorder.on_transfer
     try:
@@ -188,7 +188,7 @@ def record_torch() -> Iterator[Recorder]:
 
 
 def add_transfers_of_torch(recorder: Recorder, events: Sequence[Any]) -> None:
-    """Add the all-reduces in `events`, which PyTorch's profiler recorded during the same phases as `recorder`."""
+    """Add to `recorder` the all-reduces in `events`, which PyTorch's profiler recorded during the same phases."""
     ahead = _ahead_of_profiler(recorder.spans, events)
     reduced = [event.time_range for event in events if event.name.endswith(":all_reduce")]
     for number, times in enumerate(sorted(reduced, key=lambda times: times.start)):
@@ -197,12 +197,11 @@ def add_transfers_of_torch(recorder: Recorder, events: Sequence[Any]) -> None:
 
 
 def _ahead_of_profiler(spans: Sequence[Span], events: Sequence[Any]) -> float:
-    """Return the clock offset in seconds, which must be added to the profiler's times.
+    """Return the offset in seconds to add to the profiler's times to get the recorder's times.
 
     Observers are called shortly before the profiler records the start of a phase, and shortly after it records the end.
-    Therefore, the clock offset is at least the largest offset measured at a phase's start, and at most the smallest
-    offset measured at a phase's end. The profiler does not record phases of other threads, such as the thread that
-    writes a checkpoint.
+    Therefore, the offset is between the largest offset measured at a phase's start and the smallest offset measured at
+    a phase's end. The profiler does not record phases of other threads, such as the thread that writes a checkpoint.
     """
     least, most = [], []
     for name in {span.name for span in spans}:
@@ -222,7 +221,7 @@ def gather(world: World, recorder: Recorder) -> Timeline:
 
 
 def clock_offset(world: World, clock: Callable[[], float] = time.monotonic, rounds: int = 16) -> float:
-    """Return the seconds to add to this rank's clock to get rank 0's time. Collective.
+    """Return the offset in seconds to add to this rank's clock to obtain rank 0's time. Collective.
 
     One by one, ranks request rank 0's time, as in NTP (Mills, 1991), and use the reply with the shortest round trip.
     The error is at most half a round trip. On one machine, ranks share a monotonic clock, so the result is about zero.
@@ -251,10 +250,10 @@ def _time(world: World, seconds: float = 0.0) -> torch.Tensor:
 
 
 def arrivals(module: nn.Module, backward: Callable[[], object]) -> dict[str, float]:
-    """Return, by parameter name, the time in seconds from the start of `backward()` until the gradient is ready.
+    """Return the time in seconds from the start of `backward()` until each gradient is ready, by parameter name.
 
-    The names are in chronological order. A gradient's all-reduce could start at the returned time. `backward` must not
-    run all-reduces, because they would delay the backward pass.
+    The names are in chronological order. A gradient's all-reduce cannot start before the gradient is ready. `backward`
+    must not run all-reduces, because they would delay the backward pass.
     """
     seconds: dict[str, float] = {}
 
@@ -276,9 +275,9 @@ def arrivals(module: nn.Module, backward: Callable[[], object]) -> dict[str, flo
 
 
 def ready_times(buckets: Sequence[Bucket], arrivals: Mapping[str, float]) -> list[float]:
-    """Return the time at which each bucket's all-reduce can start.
+    """Return the time in seconds at which each bucket's all-reduce can start.
 
-    An all-reduce starts when the bucket's last gradient is ready and the previous bucket's all-reduce has started.
+    An all-reduce can start when the bucket's last gradient is ready and the previous bucket's all-reduce has started.
     """
     return list(accumulate((max(arrivals[name] for name in bucket.names) for bucket in buckets), max))
 
@@ -286,16 +285,16 @@ def ready_times(buckets: Sequence[Bucket], arrivals: Mapping[str, float]) -> lis
 def predict_step(
     ready: Sequence[float], all_reduce_seconds: Sequence[float], backward: float, rest: float = 0.0
 ) -> float:
-    """Return the predicted step time in seconds, on a link that carries one bucket at a time.
+    """Return the predicted step time, in seconds, for a link that transfers one bucket at a time.
 
-    The all-reduce of a bucket starts when the bucket is ready and the previous all-reduce has ended. The step ends
-    after the backward pass and the last all-reduce.
+    The all-reduce of a bucket starts when the bucket is ready and the previous all-reduce has ended. The step continues
+    when the backward pass and the last all-reduce have ended.
 
     Args:
         ready: The time in seconds from the start of the backward pass until each bucket is ready.
         all_reduce_seconds: The duration of each bucket's all-reduce in seconds.
         backward: The duration of the backward pass in seconds.
-        rest: The duration of the rest of the step in seconds, before and after the backward pass.
+        rest: The duration in seconds of the rest of the step, before and after the backward pass.
     """
     free = 0.0
     for bucket_ready, seconds in zip(ready, all_reduce_seconds, strict=True):
@@ -313,7 +312,7 @@ def overlap(spans: Sequence[Span]) -> Overlap:
 
 
 def _union(intervals: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
-    """Return the union of the intervals, as disjoint intervals in order."""
+    """Return the union of the intervals as a sorted list of disjoint intervals."""
     merged: list[tuple[float, float]] = []
     for start, end in sorted(intervals):
         if merged and start <= merged[-1][1]:

@@ -10,8 +10,8 @@ All implementations share an interface, which consists of `forward`, `no_sync` a
     optimizer.step()
 
 `NaiveDDP` and `FlatDDP` reduce gradients after the backward pass, and `BucketDDP` reduces them during the backward
-pass. `TorchDDP` wraps PyTorch's implementation. The backward pass computes the gradient of this rank's loss; `finish`
-stores the mean over ranks in `.grad`.
+pass. `TorchDDP` wraps PyTorch's implementation. The backward pass computes the gradient of this rank's loss. After
+`finish`, `.grad` contains the mean over ranks.
 
 Li et al., "PyTorch Distributed: Experiences on Accelerating Data Parallel Training", VLDB 2020.
 """
@@ -46,8 +46,8 @@ from ddp_tutorial.world import World, require_group
 class DataParallel(ABC):
     """A model that is replicated on every rank and trained on each rank's share of the batch.
 
-    A wrapper is not an `nn.Module`. To save the model, save the state dict of `.module`. The constructor is collective:
-    the ranks compare their models, and start with rank 0's weights and buffers. A wrapper averages the gradients of the
+    A wrapper is not an `nn.Module`. To save the model, save the state dict of `.module`. The constructor is collective.
+    The ranks compare their models, and receive rank 0's weights and buffers. A wrapper averages the gradients of the
     parameters that are trainable when the wrapper is created. Wrap the module again after you unfreeze or replace
     parameters; the new wrapper replaces the previous wrapper.
 
@@ -92,7 +92,7 @@ class DataParallel(ABC):
 
     @cached_property
     def loss_model(self) -> nn.Module:
-        """The model to pass to a loss function. It has the module's class and attributes, but calls this wrapper."""
+        """A model for loss functions, with the module's class and attributes. Calling the model runs this wrapper."""
         wrapper = ref(self)
 
         def call(*inputs: Any, **named: Any) -> Any:
@@ -105,7 +105,7 @@ class DataParallel(ABC):
     def __reduce__(self) -> NoReturn:
         """Raise `TypeError`, because a wrapper cannot be copied."""
         name = type(self).__name__
-        raise TypeError(f"{name} cannot be copied or pickled: copy or save its .module, and wrap the copy again")
+        raise TypeError(f"{name} cannot be copied or pickled: copy or save its .module, and wrap the copy")
 
     def forward(self, *inputs: Any, **named: Any) -> Any:
         """Return the model's output for this rank's inputs."""
@@ -136,19 +136,19 @@ class DataParallel(ABC):
     def finish(self) -> None:
         """Average every `.grad` over all ranks, and broadcast rank 0's buffers. Collective.
 
-        Call this method after the last backward pass of a step. With `find_unused_parameters`, a rank without a
-        gradient for a parameter contributes zeros. If no rank has a gradient, `.grad` is None afterwards.
+        Call this after the last backward pass of a step. With `find_unused_parameters`, a rank without a gradient
+        for a parameter contributes zeros. If no rank has a gradient for a parameter, its `.grad` is None afterwards.
 
         Raises:
             RuntimeError: On all ranks, if any rank lacks a gradient for a parameter and `find_unused_parameters` is
-                False. Also raised if parameters were unfrozen, or if a newer wrapper was created.
+                False. The error is also raised if parameters were unfrozen, or if a newer wrapper was created.
         """
 
     def check(self) -> None:
         """Raise `RuntimeError` if this wrapper would not average all gradients."""
         if self._is_replaced:
             raise RuntimeError(
-                "this wrapper was replaced: its parameters were wrapped again later. Use the newest wrapper. To train "
+                "this wrapper was replaced when its parameters were wrapped again. Use the newest wrapper. To train "
                 "two models that share parameters, wrap one module that contains both."
             )
         require_frozen(self._frozen, "Wrap the model again")
@@ -156,7 +156,7 @@ class DataParallel(ABC):
     def detach(self) -> None:
         """Stop averaging gradients, because a newer wrapper averages them.
 
-        Later use of this wrapper raises an error.
+        Using this wrapper afterwards raises an error.
         """
         self._is_replaced = True
 
@@ -175,7 +175,7 @@ def require_frozen(named: Iterable[tuple[str, nn.Parameter]], advice: str) -> No
     unfrozen = [name for name, parameter in named if parameter.requires_grad]
     if unfrozen:
         raise RuntimeError(
-            f"parameters that were frozen when the model was wrapped require gradients now: "
+            f"parameters that were frozen when the model was wrapped now require gradients: "
             f"{', '.join(map(repr, unfrozen))}. Their gradients would not be averaged. {advice}."
         )
 
@@ -200,7 +200,7 @@ def _replace_older(wrapper: DataParallel) -> None:
 
 
 class NaiveDDP(DataParallel):
-    """The simplest implementation, which runs one all-reduce per parameter after the backward pass."""
+    """The simplest DDP implementation, which runs one all-reduce per parameter after the backward pass."""
 
     link: Link
 
@@ -211,7 +211,7 @@ class NaiveDDP(DataParallel):
 
     @torch.no_grad()
     def finish(self) -> None:
-        """Average every `.grad` with its own all-reduce."""
+        """Average each `.grad` in a separate all-reduce."""
         for name, parameter in all_reduce_used(self, self.link):
             check_dense(name, parameter.grad)
             gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
@@ -224,7 +224,7 @@ class NaiveDDP(DataParallel):
 
 
 class FlatDDP(DataParallel):
-    """An implementation that copies all gradients into one flat buffer.
+    """A DDP implementation that copies all gradients into one flat buffer.
 
     One all-reduce after the backward pass averages the buffer, so the link's latency is incurred only once.
     """
@@ -249,13 +249,13 @@ class FlatDDP(DataParallel):
 
 
 class BucketDDP(DataParallel):
-    """An implementation that overlaps the all-reduces of buckets with the backward pass.
+    """A DDP implementation that overlaps the buckets' all-reduces with the backward pass.
 
     The all-reduce of a bucket starts as soon as the bucket is full, while the backward pass continues with earlier
     layers. The backward pass reaches the last layers first, so the first bucket contains the parameters that were
-    registered last. After the first step, the buckets are rebuilt in the order in which gradients arrived. All ranks
-    start the all-reduces in the same order, regardless of the order in which gradients arrive, because all-reduces are
-    matched by order, not by name.
+    registered last. After the first step, the buckets are rebuilt in the order in which gradients arrived. All-reduces
+    are matched by order, not by name. All ranks therefore start the all-reduces in the same order, even if gradients
+    arrive in different orders.
     """
 
     link: Link
@@ -294,14 +294,14 @@ class BucketDDP(DataParallel):
             hook.remove()
 
     def _build(self, order: Sequence[int]) -> None:
-        """Assign the parameters to buckets, in the given order of parameter indices."""
+        """Assign the parameters to buckets, in the order of the indices in `order`."""
         self.buckets = make_buckets([self.trainable[index] for index in order], self.cap, self.first_cap)
         slots = {name: (b, s) for b, bucket in enumerate(self.buckets) for s, name in enumerate(bucket.names)}
         self._slot = [slots[name] for name, _ in self.trainable]
         self._expect()
 
     def _expect(self) -> None:
-        """Reset the state for a new step, before any gradient arrives or any all-reduce starts."""
+        """Reset the state at the start of a step: no gradient has arrived, and no all-reduce has started."""
         self._missing = [len(bucket.parameters) for bucket in self.buckets]
         self._arrived: dict[int, None] = {}  # a set that keeps its order
         self._pending: list[Pending] = []
@@ -325,9 +325,9 @@ class BucketDDP(DataParallel):
             self._sync = before
 
     def _arrive(self, index: int) -> None:
-        """Start the all-reduce of the parameter's bucket if the bucket is complete.
+        """Copy gradient `index` into its bucket, and start the all-reduces of the buckets that are then complete.
 
-        Autograd calls this method once the parameter's gradient is final for this backward pass.
+        Autograd calls this method when the parameter's gradient is final for this backward pass.
         """
         if index in self._arrived:  # its bucket may be in an all-reduce; adding to it would corrupt the sum
             raise RuntimeError(
@@ -392,9 +392,9 @@ def _arrive_at(arrive: WeakMethod[Callable[[int], None]], index: int, *_: object
 class TorchDDP(DataParallel):
     """A wrapper around PyTorch's `DistributedDataParallel`, whose backward pass waits for the all-reduces.
 
-    Two guarantees of `finish` differ from those of the other wrappers. Buffers are broadcast before the next forward
-    pass instead of in `finish`. For unused parameters, `finish` raises an error only on the ranks that did not use
-    them. The other ranks may wait in the backward pass until the collective timeout.
+    `finish` differs from that of the other wrappers in two ways. Buffers are broadcast before the next forward pass
+    instead of in `finish`. For unused parameters, `finish` raises an error only on the ranks that did not use them. The
+    other ranks may wait in the backward pass until the collective timeout.
     """
 
     acts_in_backward = True
@@ -467,7 +467,7 @@ class TorchDDP(DataParallel):
 
 
 def _reduce_with(hook: Hook, bucket: dist.GradBucket) -> Future[torch.Tensor]:
-    """Call `hook` as a communication hook of PyTorch's DDP, whose bucket is not yet divided by the world size."""
+    """Divide a bucket of PyTorch's DDP by the world size, and start the bucket's all-reduce with `hook`."""
     buffer = bucket.buffer().div_(dist.get_world_size())
     pending = hook.start(Bucket(f"bucket {bucket.index()}", buffer, [], [], bucket.gradients()))
     future = cast("Future[torch.Tensor]", pending)  # only PowerSGD returns a different type
@@ -482,7 +482,7 @@ def data_parallel(
     """Wrap `module` so that its gradients are averaged over the ranks of `world`. Collective.
 
     Args:
-        module: The model. It may already be compiled, by `torch.compile(module)` or `module.compile()`.
+        module: The model. It may already be compiled with `torch.compile(module)` or `module.compile()`.
         world: The participating ranks.
         config: The DDP implementation and its options.
         compilation: The options of `torch.compile`. By default, the wrapper does not compile the model.
@@ -546,7 +546,7 @@ def sync_initial_state(module: nn.Module, world: World) -> None:
     """Check that all ranks have the same model, then broadcast rank 0's weights and buffers. Collective.
 
     Raises:
-        RuntimeError: On every rank, if the models differ. The message contains the first difference. Without this
+        RuntimeError: On every rank, if the models differ. The error message contains the first difference. Without this
             check, an all-reduce could sum tensors of different shapes, and gloo would not raise an error.
     """
     require_group(world)
@@ -562,7 +562,7 @@ def sync_initial_state(module: nn.Module, world: World) -> None:
 
 
 def _layout(module: nn.Module) -> list[str]:
-    """Describe each parameter and buffer, in the order of registration."""
+    """Return a description of each parameter and buffer, in the order of registration."""
 
     def described(kind: str, name: str, tensor: torch.Tensor) -> str:
         return f"{kind} {name!r} ({str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)})"

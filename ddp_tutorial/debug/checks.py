@@ -11,26 +11,26 @@ The loop itself does not change. Before each optimizer step, every rank records 
 single all-gather exchanges these statistics in each of the first three steps, and then at an interval of `every` steps
 (default: 20). All ranks evaluate the same statistics, step by step, so either all ranks raise an error or no rank does.
 
-After the first three steps, no rank waits for the all-gather, because the next step evaluates the result. By default,
-the statistics of step 14 are exchanged in step 20. A problem is then reported in step 21, as "step 14: ... (seen in
-step 21)". With `every=1`, the problem is reported in step 14, but the checks cost more. The remaining
-statistics are evaluated before a `Trainer` writes its result, and at the end of the block.
+After the first three steps, no rank waits for the all-gather, because its result is evaluated in the next step. By
+default, the statistics of step 14 are exchanged in step 20. A problem in step 14 is then reported in step 21, as
+"step 14: ... (seen in step 21)". With `every=1`, the problem is reported in step 14, but the checks take more time. The
+remaining statistics are evaluated before a `Trainer` writes its result, and at the end of the block.
 
 A non-finite gradient is handled immediately, and no rank updates its weights with that gradient. If the gradient is
 non-finite on all ranks, as is the case after averaging, all ranks raise the error before the update. If the gradient is
-non-finite on some ranks only, these ranks skip their updates until the statistics are exchanged.
+non-finite on only some ranks, these ranks skip their updates until the statistics are exchanged.
 
 The checks use a separate process group. If a rank does not reach the all-gather, the other ranks wait for that rank in
 the next step, as they would in the backward pass. To find out where each rank waits, wrap the block in `watching`. If a
 rank has left the block, the other ranks report this in the next step.
 
 Expensive comparisons run only occasionally, or after a cheaper check fails. The docstrings of `NonFinite` and
-`ReplicaDrift` describe the problems that are therefore reported late.
+`ReplicaDrift` describe which problems are reported late as a result.
 
-Outside the block, no hook is attached, so there is no overhead. Inside the block, the default detectors slowed a step
-of 45 to 52 ms by 1.2 to 2.1 % in five runs (median 1.6 %), and increased the CPU time by 1.3 to 2.5 %. They slowed a
-step of 5 to 7 ms by 9 %. All figures are for two ranks on two cores; the longer step trains 0.8 million parameters. As
-a control, steps without checks were compared: their times differed by up to 0.8 %, and individual repeats by 2 to 3 %.
+Outside the block, no hook is attached, so there is no overhead. In five runs, the default detectors slowed a step of 45
+to 52 ms by 1.2 to 2.1 % (median 1.6 %). The CPU time increased by 1.3 to 2.5 %. A step of 5 to 7 ms became 9 % slower.
+All runs used two ranks on two cores. The longer step trains a model with 0.8 million parameters. As a control, steps
+without checks were compared with each other. Their times differed by up to 0.8 %, and individual repeats by 2 to 3 %.
 `python -m ddp_tutorial bench debug` measures the cost of each detector and of all detectors together.
 """
 
@@ -102,7 +102,7 @@ class Checks:
         after: int | Callable[[], int],
         every: int,
     ) -> None:
-        """Store the arguments, which `checking` documents.
+        """Store the arguments; see `checking`.
 
         Raises:
             ValueError: If `every` is below 1.
@@ -211,7 +211,7 @@ class Checks:
             row += each.local_report(seen)
         if len(row) != self._length:
             raise ValueError(
-                f"the detectors must report {self._length - 1} numbers in total, according to their `size` attributes, "
+                f"the detectors must report {self._length - 1} numbers in total (the sum of their `size` attributes), "
                 f"got {len(row) - 1}"
             )
         self._rows.append(row)
@@ -305,7 +305,7 @@ class Checks:
         ]
 
     def _before_result(self, edge: PhaseEvent) -> None:
-        """Evaluate the last steps before a `Trainer` writes its result, so that an error prevents the result."""
+        """Evaluate the last steps before a `Trainer` writes its result, so that no result is written after an error."""
         if edge.name == "result" and edge.entered:
             self._evaluate_rest()
 
@@ -411,9 +411,9 @@ def checking(
     """Check each step of `optimizer` inside the context. Collective.
 
     All steps are checked. The ranks exchange their observations in each of the first three steps, and then at an
-    interval of `every` steps. After the first three steps, the step after an exchange evaluates the observations. A
-    problem is therefore reported up to `every` steps later, with the number of the step in which it occurred. The last
-    steps are evaluated at the end of the block.
+    interval of `every` steps. After the first three steps, the observations are evaluated one step after the exchange.
+    A problem is therefore reported up to `every` steps later, with the number of the step in which it occurred. The
+    last steps are evaluated at the end of the block.
 
     `optimizer.step()` raises `CheckError` on all ranks if a finding is an error. Other findings are logged as warnings
     on rank 0.
@@ -424,9 +424,9 @@ def checking(
         world: The participating ranks.
         model: The model, with or without its data-parallel wrapper.
         optimizer: The optimizer of the loop.
-        detectors: The detectors, the same on all ranks. None means `default_detectors()`.
+        detectors: The detectors, which must be the same on all ranks. None means `default_detectors()`.
         strict: Whether to raise `CheckError` for every finding.
-        after: The number of steps before the block, or a function that returns the number of steps so far.
+        after: The number of steps before the block, or a function that returns the number of completed steps.
         every: The number of steps between two exchanges.
 
     Yields:

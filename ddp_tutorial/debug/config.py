@@ -48,7 +48,7 @@ class Fault(Config):
     action: Action = Field(description="Action to perform; see the user guide.")
     rank: int = Field(0, ge=0, description="Rank on which the fault occurs.")
     step: int = Field(1, ge=1, description="Step in which the fault occurs, counted from 1.")
-    phase: PhaseName = Field("grads", description="Phase at whose start the fault occurs.")
+    phase: PhaseName = Field("grads", description="The fault occurs at the start of this phase.")
     seconds: float = Field(1.0, gt=0, description="Duration of a delay in seconds.")
     megabytes: float = Field(10.0, gt=0, description="Megabytes that a leak allocates in each step.")
 
@@ -86,7 +86,7 @@ class FaultyConfig(TaskConfig):
         strict=False,
         exclude=True,
         examples=[["kill rank=1 step=3"]],
-        description="Faults to inject, each as text or as a mapping of these settings.",
+        description="Faults to inject, each as a string or as a mapping of these settings.",
     )
 
     @field_validator("faults", mode="before")

@@ -25,12 +25,12 @@ LocalReport = Sequence[Sequence[float]]  # the reported values of each rank, in 
 
 @dataclass(frozen=True)
 class Finding:
-    """A problem that a detector has found. The finding is the same on all ranks.
+    """A problem that a detector reports. The finding is the same on all ranks.
 
     Attributes:
         detector: The name of the detector.
         step: The optimizer step in which the problem occurred, counted from 1.
-        ranks: The ranks with the problem.
+        ranks: The ranks on which the problem occurred.
         message: A description of the problem.
         severity: "error" for a finding that is raised as `CheckError`, or "warning" for a finding that is logged.
         where: The name of the affected tensor, parameter, module or phase.
@@ -57,7 +57,7 @@ def named(ranks: Sequence[int]) -> str:
 
 
 class CheckError(FailedError):
-    """Raised on all ranks in the same step, if a finding is an error or `checking` is strict."""
+    """Raised on all ranks in the same step if a finding is an error, or if `checking` is in strict mode."""
 
     def __init__(self, finding: Finding) -> None:
         """Store the finding and use it as the message."""
@@ -85,7 +85,7 @@ class Program:
             world: The participating ranks.
             model: The model, with or without its data-parallel wrapper.
             optimizer: The optimizer of the loop.
-            after: The number of steps before the block, or a function that returns the number of steps so far.
+            after: The number of steps before the block, or a function that returns the number of completed steps.
         """
         self.world, self.model, self.optimizer = world, model, optimizer
         is_wrapper = isinstance(model, (DistributedDataParallel, DataParallel))
@@ -110,9 +110,9 @@ class Program:
         return self._gradient
 
     def gradient_sizes(self) -> Sequence[float | torch.Tensor]:
-        """Return the numbers that `gradient` sums, in the order of `named_gradients`.
+        """Return the values that the method `gradient` sums, in the order of `named_gradients`.
 
-        On the CPU, each number is the sum of a gradient's elements. On a GPU, it is the gradient's norm.
+        On the CPU, each value is the sum of a gradient's elements. On a GPU, it is the gradient's norm.
         """
         self.gradient()
         return self._sizes
@@ -174,8 +174,8 @@ class Program:
 def _sizes(gradients: Sequence[torch.Tensor]) -> Sequence[float | torch.Tensor]:
     """Return the sum of each gradient if all gradients are plain CPU tensors; otherwise, return their norms.
 
-    On the CPU, a sum takes a third of the time of a norm. On a GPU, one call computes all norms, as in PyTorch's
-    `clip_grad_norm_`, because a call for each gradient would launch many kernels.
+    On the CPU, a sum is three times as fast as a norm. On a GPU, one call computes all norms, as in PyTorch's
+    `clip_grad_norm_`, because separate calls would launch many kernels.
     """
     if all(type(each) is torch.Tensor and each.is_cpu for each in gradients):
         return [(each.sum(dtype=torch.float32) if each.dtype in SHORT else each.sum()).item() for each in gradients]
@@ -193,7 +193,7 @@ def _sum(sizes: Sequence[float | torch.Tensor]) -> float:
 
 
 class Detector:
-    """Base class of detectors, which check one property of each optimizer step.
+    """Base class of detectors. Each detector checks one property of every optimizer step.
 
     Subclasses override the methods that they need. A detector belongs to one `checking` block at a time.
 
@@ -201,7 +201,7 @@ class Detector:
         name: The name of the detector in its findings.
         size: The number of values that `local_report` returns.
         observes: The observations that the detector requires; see `Instrumentation`.
-        program: The checked program, which `attach` sets.
+        program: The program to check, which the method `attach` sets.
     """
 
     name: ClassVar[str]
@@ -234,17 +234,17 @@ class Detector:
         """Evaluate the reports of all ranks for one step, and return the findings.
 
         After the ranks have exchanged their reports, all ranks call this method with the same arguments, step by step.
-        During the call, `self.program.step` is `step` or a later step whose update has not been applied yet. The method
-        may call collectives such as `self.program.gather` if the decision to call them depends only on the arguments.
+        During the call, the current step `self.program.step` is `step` or later, and its update is still pending. The
+        method may call collectives such as `self.program.gather` if that decision depends only on the arguments.
 
         Args:
             step: The step that the reports describe.
-            reports: The result of `local_report` on each rank.
+            reports: The values that `local_report` returned on each rank.
         """
         return []
 
     def values_to_exchange(self) -> torch.Tensor | None:
-        """Return 64-bit integers to exchange with the local reports, or None.
+        """Return 64-bit integers to exchange together with the local reports, or None.
 
         All ranks must return the same number of integers. Use this method for values that do not fit into the `size`
         numbers of a step.

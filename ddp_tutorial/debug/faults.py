@@ -34,11 +34,11 @@ MIB = 1 << 20
 
 
 class InjectedError(RuntimeError):
-    """Raised by the action "raise"."""
+    """Raised by the fault action "raise"."""
 
 
 def check_ranks(faults: Sequence[Fault], ranks: int) -> None:
-    """Raise `ConfigError` if a fault's rank does not exist among `ranks` ranks."""
+    """Raise `ConfigError` if a fault's rank is not below `ranks`, the number of ranks."""
     for fault in faults:
         if fault.rank >= ranks:
             raise ConfigError(f"fault '{fault}': 'rank' must be below the number of ranks ({ranks}), got {fault.rank}")
@@ -48,8 +48,8 @@ def check_ranks(faults: Sequence[Fault], ranks: int) -> None:
 def inject_faults(world: World, *faults: Fault, model: nn.Module | None = None) -> Iterator[None]:
     """Inject this rank's `faults` inside the context.
 
-    If a fault of this rank has not occurred, a warning is logged. With a `Trainer`, the warning follows the result;
-    otherwise, it is logged at the end of the block.
+    If a fault of this rank does not occur, a warning is logged. With a `Trainer`, the warning is logged after the
+    result; otherwise, it is logged at the end of the block.
 
     Args:
         world: The participating ranks.
@@ -57,7 +57,7 @@ def inject_faults(world: World, *faults: Fault, model: nn.Module | None = None) 
         model: The model, which the actions "corrupt", "nan" and "oom" require.
 
     Raises:
-        ConfigError: If a fault's rank does not exist, or if a fault requires `model`.
+        ConfigError: If a fault's rank does not exist, or if a fault requires `model` and `model` is None.
     """
     check_ranks(faults, world.size)
     for fault in faults:
@@ -79,7 +79,7 @@ class _FaultInjector:
 
         Args:
             fault: A fault of this rank.
-            model: The model, if given.
+            model: The model, or None.
             stack: Exit stack that undoes the action's effects at the end of the block.
         """
         self._fault, self._model, self._stack = fault, model, stack

@@ -1,4 +1,4 @@
-"""Compare collectives before they run, because afterwards some ranks may already have a wrong result.
+"""Compare each collective between ranks before it runs, because a mismatch can produce wrong results on some ranks.
 
     with fingerprinted(world):
         train(world)
@@ -7,12 +7,12 @@
     "train.py", line 5, in step); rank 1 waits in all_reduce [3] float (File "train.py", line 5, in step).
 
 Before each collective, a rank writes a fingerprint to the shared store. The fingerprint contains the operation, sizes,
-types, root and calling line. The rank then compares its fingerprint with those that other ranks have already written.
-No rank waits for this comparison. A collective completes only after the last rank has entered it, and the last rank
-sees the fingerprints of all other ranks.
+types, root rank and calling line. The rank then compares its fingerprint with those that other ranks have already
+written. No rank waits for this comparison. A collective does not complete on all ranks until the last rank has entered
+it, and the last rank sees the fingerprints of all other ranks.
 
-PyTorch's TORCH_DISTRIBUTED_DEBUG=DETAIL also compares collectives, but does not report lines. This setting causes a
-segmentation fault with PyTorch 2.13, gloo and `DistributedDataParallel`.
+PyTorch's TORCH_DISTRIBUTED_DEBUG=DETAIL also compares collectives, but does not report source lines. This setting
+causes a segmentation fault with PyTorch 2.13, gloo and `DistributedDataParallel`.
 """
 
 import itertools
@@ -44,7 +44,7 @@ _blocks = itertools.count()
 
 @contextmanager
 def fingerprinted(world: World) -> Iterator[None]:
-    """Inside the context, check before each collective of this thread that all ranks enter the same collective.
+    """Check, before each collective that this thread calls in the context, that all ranks enter the same collective.
 
     The check includes the collectives that `DistributedDataParallel` starts in the backward pass. All ranks must enter
     the context at the same point in the program. Use the context for debugging only, because every PyTorch operation
@@ -72,7 +72,7 @@ class _Fingerprints(TorchDispatchMode):
 
         Args:
             world: The participating ranks.
-            block: The number of the block, which must be the same on all ranks.
+            block: The sequence number of the block, which must be the same on all ranks.
         """
         super().__init__()
         self._world = world
@@ -102,7 +102,7 @@ class _Fingerprints(TorchDispatchMode):
         return Call(group, before[-1].number + 1 if before else 1, op, sizes, dtypes, lines, done=False)
 
     def _compare(self, call: Call, ranks: Sequence[int]) -> None:
-        """Publish `call`, and raise `CollectiveError` if another rank has published a different collective."""
+        """Publish `call`, and raise `CollectiveError` if another rank has already published a different collective."""
         before = self._calls[call.group]
         mine = RankStatus((*before, call))
         key = f"{call.group} {call.number}"

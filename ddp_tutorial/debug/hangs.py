@@ -78,7 +78,7 @@ class RankStatus:
     left: Literal["", "well", "failed", "idle"] = ""
 
     def call(self, group: str, number: int) -> Call | None:
-        """Return the collective with this number in `group`, or None if the rank has not entered it."""
+        """Return the collective with sequence number `number` in `group`, or None if the rank has not entered it."""
         return next((call for call in self.calls if (call.group, call.number) == (group, number)), None)
 
 
@@ -95,14 +95,14 @@ class Diagnosis:
     - "shape": The ranks have passed tensors of different sizes or types to the same collective.
     - "absent": Some ranks have not entered the collective, and are not computing.
     - "slow": Some ranks have not entered the collective, but are still computing, so this is not a hang.
-    - "failed": Some ranks have raised their own error.
+    - "failed": Some ranks have not entered the collective, because a rank has raised an error.
     - "none": No difference was found.
 
     Attributes:
         kind: The kind of problem.
         verdict: A description of the problem in one sentence.
         table: A table of collectives by rank. A marker points to the first row in which the ranks differ.
-        collective: The group and the number of the first collective in which the ranks differ.
+        collective: The group and the sequence number of the first collective in which the ranks differ.
     """
 
     kind: Kind
@@ -133,7 +133,7 @@ def watching(world: World, seconds: float = 30.0) -> Iterator["Watch"]:
     If the collectives do not match, one rank exits with `CollectiveError`, which `launch` raises as a `RankError`.
     Without `launch`, the error is printed to stderr and the exit code is 1. If the ranks wait for a rank that is still
     computing, a warning is logged. A rank that waits for something else, such as a disk, also counts as hanging. Set
-    `seconds` to more than the duration of such a wait.
+    `seconds` to a time longer than such a wait.
 
     Args:
         world: The participating ranks.
@@ -184,7 +184,7 @@ class Watch(threading.Thread):
         Args:
             world: The participating ranks.
             seconds: The maximum time in seconds that a rank may wait in one collective.
-            number: The number of the block, which must be the same on all ranks.
+            number: The sequence number of the block, which must be the same on all ranks.
         """
         super().__init__(name="watching", daemon=True)
         self.world, self.seconds = world, seconds
@@ -222,7 +222,7 @@ class Watch(threading.Thread):
         return self._found.get(number, Diagnosis("none"))
 
     def close(self, how: Literal["well", "failed"]) -> None:
-        """Stop the thread and publish the last state of this rank, because other ranks may still wait for it."""
+        """Stop the thread and publish this rank's last state, which the other ranks may still need for a diagnosis."""
         self._left.set()
         with suppress(RuntimeError, ValueError):  # the store or the group no longer exists
             last = RankStatus(tuple(calls()), members=group_ranks(), left=how)
@@ -285,7 +285,7 @@ def _own_status() -> RankStatus:
 
 
 def uses_cpu() -> bool:
-    """Return whether this process is using the CPU, as measured for `BUSY_SECONDS`."""
+    """Return whether this process used the CPU during a measurement of `BUSY_SECONDS`."""
     before = time.process_time()
     time.sleep(BUSY_SECONDS)
     return time.process_time() - before > BUSY_SHARE * BUSY_SECONDS
@@ -312,7 +312,7 @@ def diagnose(statuses: Mapping[int, RankStatus | None]) -> Diagnosis:
 
 
 def _numbers(statuses: Sequence[RankStatus], group: str) -> range:
-    """Return the numbers of the collectives that can be compared. Each rank keeps only its latest collectives."""
+    """Return the sequence numbers of comparable collectives. Each rank keeps only its latest collectives."""
     of_ranks = [[call.number for call in each.calls if call.group == group] for each in statuses]
     kept = [numbers for numbers in of_ranks if numbers]
     return range(max(numbers[0] for numbers in kept), max(numbers[-1] for numbers in kept) + 1)
@@ -345,7 +345,7 @@ def _waits(calls: Mapping[int, Call], lost: bool = False) -> list[str]:
 
     Args:
         calls: The collective that each rank has entered.
-        lost: Whether a connection was lost, in which case a collective that has completed may have failed.
+        lost: Whether a connection was lost. If so, a collective marked as completed may have failed.
     """
     places: dict[tuple[str, tuple[Line, ...], bool], list[int]] = {}
     for rank, call in calls.items():
@@ -408,8 +408,8 @@ def _table(statuses: Mapping[int, RankStatus | None], group: str, number: int) -
 def _cell(call: Call | None, is_marked: bool) -> str:
     """Format one collective of one rank.
 
-    Only the marked row reports whether the rank waits, because PyTorch may be late to mark a collective as completed,
-    or may never mark it.
+    Only the last row shows whether the rank is waiting, because PyTorch may record the completion of a collective late
+    or never.
     """
     if call is None:
         return "-"

@@ -1,6 +1,6 @@
 """Generate random weights for tensor hashes.
 
-A hash is the dot product of the weights and the tensor's bits, read as 64-bit integers.
+The tensor's bits are read as 64-bit integers. The hash is the dot product of these integers and the weights.
 """
 
 from functools import cache

@@ -76,7 +76,7 @@ class Forward:
         """Repeat the forward pass, and return the norms of all outputs in the order of computation.
 
         If the forward pass fails, the result contains the norms up to the failure. The buffers and the random number
-        generator are restored. Collective if the model's forward pass contains collectives.
+        generator are restored afterward. Collective if the model's forward pass contains collectives.
         """
         marks: list[PhaseMark] = []
         last: Any = None
@@ -114,8 +114,8 @@ class StepObservation:
         trace: The recorded norms.
         losses: The indices of the losses in the trace.
         forwards: The recorded forward passes.
-        seconds: Dict from phase to time in seconds. "data" is the wait for data. "backward" ends with this rank's last
-            gradient, so it does not include waits for other ranks. "step" is the time between two optimizer steps.
+        seconds: Dict from phase to time in seconds. "data" is the time spent waiting for data. "backward" ends with
+            this rank's last gradient, so it excludes waits for other ranks. "step" is the time between optimizer steps.
     """
 
     trace: list[PhaseMark] = field(default_factory=list)
@@ -159,7 +159,7 @@ class StepObservation:
         return norms
 
     def first_not_finite(self) -> tuple[str, str] | None:
-        """Return the phase and the name of the first mark that is not finite."""
+        """Return the phase and the name of the first mark whose norm is not finite, or None if all norms are finite."""
         marks = zip(self.trace, self.norms, strict=True)
         return next(((phase, name) for (phase, name, _), norm in marks if not math.isfinite(norm)), None)
 
@@ -281,7 +281,7 @@ class Instrumentation:
         seen.trace.append(PhaseMark("loss", "", _read_if_on_cpu(loss.detach().reshape(())) / factor))
 
     def _gradient(self, name: str) -> Callable[[tuple[torch.Tensor | None, ...]], None]:
-        """Return the hook of one parameter. It runs for each parameter in each step, so it is optimized for speed."""
+        """Return one parameter's hook, which is optimized for speed because it runs for each parameter in each step."""
         is_noted, is_timed = "gradients" in self.observes, "seconds" in self.observes
         usual, norm, is_on_cpu = torch.float32, torch.linalg.vector_norm, self.device.type == "cpu"
         now, mark = time.perf_counter, partial(tuple.__new__, PhaseMark)  # a faster PhaseMark(...)
@@ -301,7 +301,7 @@ class Instrumentation:
         return arrives
 
     def _backward_has_ended(self) -> None:
-        """Add the time of the backward pass, up to this rank's last gradient."""
+        """Add the duration of the backward pass, up to this rank's last gradient, to the phase times."""
         if self._arrived > self._mark:
             self._seen.seconds["backward"] += self._arrived - self._mark
             self._mark = self._arrived
@@ -312,7 +312,7 @@ class Instrumentation:
             self._seen.trace.append(PhaseMark(phase, name, _read_if_on_cpu(norm_of(gradient))))
 
     def _waits_for_data(self, entered: bool) -> None:
-        """Add the time of the outermost wait for data in the training thread."""
+        """Add the duration of the training thread's outermost wait for data to the phase times."""
         if threading.get_ident() != self._thread:
             return
         now = time.perf_counter()
@@ -344,12 +344,12 @@ class _GradientHook(NamedTuple):
 
 
 def _read_if_on_cpu(value: torch.Tensor) -> torch.Tensor | float:
-    """Return `value` as a number if this does not synchronize with a GPU."""
+    """Return `value` as a number if it is on the CPU. Reading a GPU tensor would synchronize the CPU with the GPU."""
     return float(value.item()) if value.is_cpu else value
 
 
 def norm_of(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the 2-norm in float32 or higher precision.
+    """Return the tensor's 2-norm in float32 or higher precision.
 
     The norm is not finite if an element is not finite, or if elements exceed about 1e19.
     """
@@ -374,8 +374,8 @@ def _set_random_state(device: torch.device, state: torch.Tensor) -> None:
 def _observe_losses(see: Callable[[torch.Tensor, float], object]) -> Iterator[None]:
     """Call `see` with each loss on which `backward()` is called inside the context, and with the loss scale.
 
-    `loss.backward()` looks up `torch.autograd.backward` on each call. If the backward pass starts at several tensors,
-    the first tensor is the loss, unless a gradient is passed for it.
+    `torch.autograd.backward` is replaced, because `loss.backward()` looks it up on each call. If the backward pass
+    starts at several tensors, the first tensor is the loss, unless a gradient is passed for it.
     """
     real, real_scale, real_forward = torch.autograd.backward, torch.amp.GradScaler.scale, StepLoss.forward
     factor = 1.0

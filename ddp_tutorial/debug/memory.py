@@ -1,8 +1,8 @@
 """Detect ranks whose memory use grows with each step, and identify the tensors responsible.
 
-A memory leak crashes a run after hours, but the growth is visible after a minute. Listing all live tensors takes about
-a tenth of a second. The detector therefore lists them only twice, after it has found growth. The leaked tensors belong
-to the kinds whose number has increased between the two lists.
+A memory leak may crash a run only after hours, but the growth is visible after a minute. Listing all live tensors takes
+about a tenth of a second. The detector therefore lists them only twice, after detecting growth. The kinds of tensors
+that have leaked occur more often in the second list.
 """
 
 import gc
@@ -34,9 +34,9 @@ class MemoryGrowth(Detector):
     """Detector of ranks whose private memory grows by more than `mb_per_step` MB per step.
 
     The memory must grow in each quarter of the last `window` steps. On a GPU, PyTorch's allocated memory is also
-    checked. A finding is reported ten steps after the growth was detected. The finding lists, by shape and type, the
-    tensors whose number has increased during these steps, according to Python's garbage collector (see
-    `live_tensors`). Shared memory, such as a memory-mapped file, is not counted.
+    checked. A finding is reported ten steps after the growth is detected. The finding lists, by shape and type, the
+    tensors that have become more numerous during these steps. `live_tensors` counts these tensors with Python's garbage
+    collector. Shared memory, such as a memory-mapped file, is not counted.
 
     Attributes:
         peak_mb: The peak memory of each rank so far.
@@ -76,7 +76,7 @@ class MemoryGrowth(Detector):
         self._listed_at = 0
 
     def local_report(self, observation: StepObservation) -> Sequence[float]:
-        """Return this rank's memory and its growth per step, in MB."""
+        """Return this rank's memory use in MB, and the growth of the memory use in MB per step."""
         device = self.program.world.device
         on_gpu = torch.cuda.memory_allocated(device) if device.type == "cuda" else 0
         values = [self._own() / MB, on_gpu / MB]
@@ -89,7 +89,7 @@ class MemoryGrowth(Detector):
         return [max(values), growth]
 
     def check(self, step: int, reports: LocalReport) -> list[Finding]:
-        """Return the findings if the second list of live tensors is due. Collective."""
+        """Return a finding ten steps after memory growth is detected on a rank. Collective."""
         self.peak_mb = [max(most, used) for most, (used, _) in zip(self.peak_mb, reports, strict=True)]
         if self._slopes:
             return self._compare_lists(step)
@@ -129,7 +129,7 @@ class Kind(NamedTuple):
         shape: The shape.
         dtype: The dtype.
         device: The device.
-        has_graph: Whether the tensors are the outputs of an autograd graph.
+        has_graph: Whether the tensors are outputs of an autograd graph.
     """
 
     shape: tuple[int, ...]
@@ -145,17 +145,17 @@ class Kind(NamedTuple):
 
 
 class LiveTensors(NamedTuple):
-    """The number of tensors of one kind, and their total bytes. Of a shared storage, only the largest tensor counts."""
+    """Number and total size in bytes of tensors of one kind. A shared storage counts only for its largest tensor."""
 
     number: int = 0
     nbytes: int = 0
 
 
 def live_tensors() -> dict[Kind, LiveTensors]:
-    """Return the number and size of this rank's tensors that Python objects hold, by kind.
+    """Return the number and total size of the tensors that Python objects reference on this rank, by kind.
 
-    The function queries Python's garbage collector. Tensors that only C++ holds, such as the activations of an autograd
-    graph, are not included. The graph's output is included.
+    The function queries Python's garbage collector. Tensors that only C++ objects reference, such as the activations of
+    an autograd graph, are not included. The graph's output is included.
     """
     numbers: Counter[Kind] = Counter()
     largest: dict[int, tuple[int, int, Kind]] = {}  # storage -> bytes of the largest tensor, bytes of the storage, kind
@@ -177,7 +177,7 @@ def live_tensors() -> dict[Kind, LiveTensors]:
 
 
 def describe_growth(before: Mapping[Kind, LiveTensors], now: Mapping[Kind, LiveTensors]) -> list[str]:
-    """Describe the tensors whose number has grown, largest first, such as "10 of [3, 4] float32 (1.2 MB)"."""
+    """Describe each kind of tensor whose number has grown, largest first, as in "10 of [3, 4] float32 (1.2 MB)"."""
     nothing = LiveTensors()
     grown = {
         kind: LiveTensors(number - before.get(kind, nothing).number, nbytes - before.get(kind, nothing).nbytes)
@@ -189,9 +189,9 @@ def describe_growth(before: Mapping[Kind, LiveTensors], now: Mapping[Kind, LiveT
 
 
 class ProcessMemory:
-    """Callable that returns the number of bytes that only this process uses.
+    """Callable that returns this process's private memory in bytes.
 
-    On Linux, /proc/self/statm stays open, because reading this file takes 1 microsecond, whereas psutil takes 70 us.
+    On Linux, /proc/self/statm stays open, because reading this file takes 1 us, whereas psutil takes 70 us.
     """
 
     def __init__(self) -> None:
@@ -211,10 +211,10 @@ class ProcessMemory:
 
 
 def growth_per_step(used: Sequence[float]) -> float:
-    """Return the growth of `used` per step, or 0 if `used` has not grown in each quarter.
+    """Return the growth of `used` per step, or 0 if `used` has not grown in every quarter.
 
     The growth is the median of the slopes between all pairs of values. This median (the Theil-Sen estimator) is robust
-    against single jumps. Memory that does not grow in each quarter has grown only once or temporarily, so there is no
+    against single jumps. Memory that does not grow in every quarter has grown only once or temporarily, and is not a
     leak.
     """
     length = len(used)

@@ -56,16 +56,16 @@ class DataOverlap(Detector):
             self._now.append(rows_hashed(inputs))
 
     def local_report(self, observation: StepObservation) -> Sequence[float]:
-        """Store the hashes of this step. Return no numbers."""
+        """Store the hashes of this step, and return an empty report."""
         if not self._is_done:
             self._mine.append(self._now)
             self._now = []
         return ()
 
     def values_to_exchange(self) -> torch.Tensor | None:
-        """Return the number of pending values, followed by the values that fit. The next exchange sends the rest.
+        """Return the number of pending values, followed by the values that fit into this exchange.
 
-        The values of a step are the number of samples and the sample hashes.
+        The next exchange sends the rest. The values of a step are the number of samples and the sample hashes.
         """
         if self._is_done:
             return None
@@ -93,7 +93,7 @@ class DataOverlap(Detector):
         return [Finding(self.name, step, ranks, message, "warning", "data")]
 
     def _steps(self) -> list[Steps]:
-        """Remove and return each rank's samples from the steps that all ranks have sent completely."""
+        """Remove and return the samples of all steps that every rank has sent completely, by rank."""
         of_ranks = []
         for pending in self._incomplete:
             steps, place = [], 0
@@ -133,14 +133,14 @@ class Epoch:
         self._twice: Counter[tuple[int, int]] = Counter()  # pair of ranks -> number of samples that both used
 
     def add(self, of_ranks: Sequence[Steps]) -> tuple[tuple[int, ...], str] | None:
-        """Add each rank's samples from several steps. If ranks overlap, return these ranks and a message."""
+        """Add each rank's samples from several steps. If ranks share samples, return these ranks and a message."""
         for steps in zip(*of_ranks, strict=False):
             for pair in combinations(range(self.size), 2):
                 if self._share_a_step(pair, steps):
                     common = len(self._common[pair])
                     return pair, (
                         f"{named(pair)} train on the same samples: in {_STEPS} consecutive steps, they shared at least "
-                        f"half of their samples, {common} in all. Shard the data by rank, as DistributedSampler does"
+                        f"half of their samples, {common} in total. Shard the data by rank, as DistributedSampler does"
                     )
             self._add_step(steps)
             if sum(self._twice.values()) >= self.enough:
@@ -215,7 +215,7 @@ class SameRandomNumbers(Detector):
         return [float(drawn)]
 
     def check(self, step: int, reports: LocalReport) -> list[Finding]:
-        """Return a finding when two ranks have the same state for the first time."""
+        """Return a finding the first time that at least two ranks have the same state."""
         by_state: defaultdict[float, list[int]] = defaultdict(list)
         for rank, [state] in enumerate(reports):
             if state:

@@ -41,7 +41,7 @@ class _WindowDetector(Detector):
         self._has_reported = False
 
     def local_report(self, observation: StepObservation) -> Sequence[float]:
-        """Return the time of each phase on this rank, in seconds."""
+        """Return the duration of each phase on this rank, in seconds."""
         return [observation.seconds.get(name, 0.0) for name in self.phases]
 
     def check(self, step: int, reports: LocalReport) -> list[Finding]:
@@ -63,16 +63,16 @@ class _WindowDetector(Detector):
 
         Args:
             step: The last step of the window.
-            seconds: Dict from phase to the time of each rank in seconds.
+            seconds: Dict from phase to the phase's total duration on each rank, in seconds.
         """
         raise NotImplementedError
 
 
 class Straggler(_WindowDetector):
-    """Detector of a rank that is slow in the same phase in two consecutive windows, so that the other ranks wait.
+    """Detector of a rank that is slow in the same phase in two consecutive windows, and delays the other ranks.
 
-    The detector measures the time that a rank spends on its own work, which consists of waiting for data, the forward
-    pass, and the backward pass up to the rank's last gradient.
+    The detector measures only a rank's own work: waiting for data, the forward pass, and the backward pass up to the
+    rank's last gradient.
     """
 
     name: ClassVar[str] = "straggler"
@@ -107,10 +107,10 @@ class Straggler(_WindowDetector):
 
 
 def slow_rank(seconds: dict[str, list[float]]) -> tuple[int, str, float] | None:
-    """Return the rank, phase and lost time in seconds according to `runs.summaries.straggler`, or None.
+    """Return the rank that `runs.summaries.straggler` reports, its slow phase, and the lost seconds, or None.
 
-    In `runs.summaries`, the backward pass includes waits for other ranks. Here, it contains only the rank's own work,
-    so its time is added to that of the forward pass.
+    In `runs.summaries`, the backward pass includes waits for other ranks. In `seconds`, the backward pass contains only
+    the rank's own work, so the forward and backward times are summed.
     """
     own = [sum(each) for each in zip(seconds["forward"], seconds["backward"], strict=True)]
     rest = [whole - data for whole, data in zip(seconds["step"], seconds["data"], strict=True)]
@@ -124,9 +124,9 @@ def slow_rank(seconds: dict[str, list[float]]) -> tuple[int, str, float] | None:
 
 
 class DataStarvation(_WindowDetector):
-    """Detector of ranks that spend more than `limit` of their time waiting for data.
+    """Detector of ranks that spend more than the fraction `limit` of their time waiting for data.
 
-    A wait is the time until a `DataLoader` returns the next batch, or the time of the phase "data".
+    A wait is the time until a `DataLoader` returns the next batch, or the duration of the "data" phase.
     """
 
     name: ClassVar[str] = "starvation"
@@ -137,7 +137,7 @@ class DataStarvation(_WindowDetector):
         """Store the arguments.
 
         Args:
-            limit: The fraction of the time above which a rank is reported.
+            limit: The fraction of time spent waiting for data above which a rank is reported.
             window: The number of steps in a window.
 
         Raises:

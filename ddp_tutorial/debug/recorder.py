@@ -1,8 +1,8 @@
 """Read the collectives that this rank has entered, and the lines that called them, from PyTorch's flight recorder.
 
 PyTorch keeps the last 2,000 collectives of a process (TORCH_FR_BUFFER_SIZE). These include gloo's collectives, and the
-collectives that DDP starts in C++. Each record contains the collective's number in its group, the sizes and the Python
-stack.
+collectives that DDP starts in C++. Each record contains the collective's sequence number in its group, the tensor sizes
+and the Python stack.
 """
 
 import sys
@@ -28,7 +28,7 @@ _RANK = rank_module.__file__  # frames of this file and outside of them only sta
 
 @dataclass(frozen=True)
 class Line:
-    """A program line that called a collective, or that a thread is executing."""
+    """A source line that called a collective, or that a thread is executing."""
 
     file: str
     number: int
@@ -41,11 +41,11 @@ class Line:
 
 @dataclass(frozen=True)
 class Call:
-    """A collective that one rank has entered. Ranks with the same sequence of collectives assign the same number to it.
+    """A collective that one rank has entered. Ranks with matching sequences of collectives assign it the same number.
 
     Attributes:
         group: The name of the process group.
-        number: The number of the collective in its group.
+        number: The sequence number of the collective in its group.
         op: The operation, such as "all_reduce" or "broadcast".
         sizes: The sizes of the inputs.
         dtypes: The types of the inputs.
@@ -72,15 +72,15 @@ def calls(last: int = 200, since: int = 0) -> list[Call]:
 
     Args:
         last: The number of records to read.
-        since: The recorder's number of the first process group to include. Group names are not unique, because a group
-            that is created again has the same name.
+        since: The flight recorder's ID of the first process group to include. Group names are not unique, because a
+            group that is created again has the same name.
     """
     entries = flight_record().get("entries", [])
     return [_call(entry) for entry in entries[-last:] if not entry["is_p2p"] and entry["pg_id"] >= since]
 
 
 def progress() -> dict[str, tuple[int, int]]:
-    """Return the numbers of the last entered and the last completed collective of each group."""
+    """Return the sequence numbers of each group's last entered collective and last completed collective."""
     status = flight_record(entries=False).get("pg_status", {})
     return {
         str(group): (each["last_enqueued_collective"], each["last_completed_collective"])
@@ -99,7 +99,7 @@ def current_lines(thread: int | None = None) -> tuple[Line, ...]:
 
 
 def lines_of(frame: FrameType) -> tuple[Line, ...]:
-    """Return the lines of a frame and its callers, in the format of `Call.lines`."""
+    """Return the relevant lines of a frame and its callers, in the format of `Call.lines`."""
     stack = traceback.walk_stack(frame)
     return _lines((each.f_code.co_filename, number, each.f_code.co_name) for each, number in stack)
 

@@ -3,7 +3,7 @@
 Replicas start with identical weights and receive the same gradients, so they stay bitwise identical. The check
 therefore has no tolerance. Each rank sends one number that depends on all bits of its state. If the numbers differ, the
 ranks compare the tensors one by one. This check is the most expensive one, because it reads all bits. It therefore runs
-only occasionally, and immediately if the ranks' averaged gradients differ.
+only occasionally, or as soon as the ranks' averaged gradients differ.
 """
 
 import zlib
@@ -30,14 +30,14 @@ _WHOLE = 1 << 48  # a float64 represents every integer below this value exactly
 class ReplicaDrift(Detector):
     """Detector of differences between ranks in parameters, buffers, optimizer state and optimizer options.
 
-    Parameters and optimizer state are compared after the first step, and then before every `every`-th update,
-    together with the other exchanged numbers. With `every=1`, they are compared after each step. Buffers are compared
-    at the start of the first forward pass of these steps, just after DDP has broadcast them.
+    Parameters and optimizer state are compared after the first step, and then before every `every`-th update, together
+    with the other exchanged values. With `every=1`, they are compared after each step. Buffers are compared in the
+    same steps, at the start of the first forward pass, just after DDP has broadcast them.
 
-    Differences that are caused by a gradient are found at the next exchange and reported with the step of the gradient.
-    For this purpose, the ranks compare a sum of the averaged gradients for each step. Other differences, such as an
-    option that one rank has changed, are found up to `every - 1` steps later. They are reported with the step in which
-    they were found. The message contains the last step without a difference.
+    Differences caused by a gradient are detected at the next exchange and reported with that gradient's step. For this
+    purpose, the ranks compare a sum of the averaged gradients for each step. Other differences, such as an option that
+    one rank has changed, are detected up to `every - 1` steps later. They are reported with the step in which they were
+    detected. The message contains the last step without a difference.
 
     A difference in the parameters or the optimizer is an error. A difference in the buffers is only a warning, because
     training remains correct. However, a checkpoint contains only rank 0's buffers. Sharded state, such as DTensors,
@@ -113,7 +113,7 @@ class ReplicaDrift(Detector):
         return found
 
     def _compare_buffers(self, step: int) -> list[Finding]:
-        """Return a finding for the first buffer that differs, once for each buffer. Collective."""
+        """Return a finding for the first buffer that differs, unless it has already been reported. Collective."""
         found = first_drift(self.program.gather(self._buffers))
         if found is None or found[0] in self._reported:
             return []
@@ -172,7 +172,7 @@ class ReplicaDrift(Detector):
     def _state(self) -> Iterator[tuple[str, Any]]:
         """Yield all values that an update reads and writes, by name.
 
-        Options precede the parameters, because a different option makes the parameters differ.
+        Options precede the parameters, because different options lead to different parameters.
         """
         names, optimizer = self.program.names, self.program.optimizer
         for number, group in enumerate(optimizer.param_groups):
@@ -238,8 +238,8 @@ def checksums(named: Mapping[str, Any]) -> dict[str, int]:
 def _checksum(tensor: torch.Tensor) -> int | torch.Tensor:
     """Return a hash of all bits of the tensor.
 
-    For each of the 1,024 positions in a row, the hash sums the numbers of all rows, and multiplies the sum by a weight.
-    Hashing is as fast as reading the memory. It detects values that have moved, except by a multiple of a row.
+    The rows are summed at each of the 1,024 positions, each sum is multiplied by a weight, and the products are added.
+    Hashing is as fast as reading the memory. The hash detects values that have moved, except by whole rows.
     """
     if tensor.dtype is torch.float32 and tensor.is_cpu:  # the most common case
         values = tensor.detach().contiguous().numpy()
@@ -264,6 +264,6 @@ def _checksum(tensor: torch.Tensor) -> int | torch.Tensor:
 
 
 def combine_checksums(sums: Mapping[str, int]) -> int:
-    """Combine the results of `checksums` into one number below 2**48 that depends on their names and their order."""
+    """Combine the results of `checksums` into one number below 2**48 that depends on the names and their order."""
     text = repr(list(sums.items())).encode()
     return zlib.crc32(text) | zlib.adler32(text) % (1 << 16) << 32

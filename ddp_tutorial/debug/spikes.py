@@ -17,8 +17,8 @@ class GradientSpike(Detector):
     """Detector of ranks whose gradient norm exceeds `times` times the median over their last `window` steps.
 
     The detector uses each rank's own gradient, before averaging and clipping, so the finding identifies the rank with
-    the unusual samples. If the loss and the gradient have jumped by about the same factor on all ranks, their scale has
-    changed. Such a change is not reported.
+    the unusual samples. A jump of the loss and the gradient by about the same factor on all ranks is a change of scale,
+    and is not reported.
     """
 
     name: ClassVar[str] = "spike"
@@ -48,7 +48,7 @@ class GradientSpike(Detector):
         self._largest: dict[int, str] = {}  # step with a jump -> the parameter with the largest norm
 
     def local_report(self, observation: StepObservation) -> Sequence[float]:
-        """Return the ratios of the gradient norm and of the loss to their medians."""
+        """Return the ratio of the gradient norm to its median, and the ratio of the loss to its median."""
         norm, loss = math.hypot(*observation.gradients.values()), abs(observation.loss)
         higher = [ratio_to_median(norm, self._norms), ratio_to_median(loss, self._losses)]
         if higher[0] > self.times:
@@ -93,8 +93,8 @@ def _scale_has_changed(higher: Sequence[float], losses_higher: Sequence[float]) 
 class LossDivergence(Detector):
     """Detector that reports an error if the mean loss over all ranks exceeds `times` times its initial value.
 
-    Both values are medians over `window` steps. The loss is the tensor on which `backward` is called, without the scale
-    of a `GradScaler`.
+    Both values are medians over `window` steps. The loss is the tensor on which `backward` is called, excluding the
+    scale factor of a `GradScaler`.
     """
 
     name: ClassVar[str] = "divergence"
@@ -105,7 +105,7 @@ class LossDivergence(Detector):
         """Store the arguments.
 
         Args:
-            times: The factor above which the loss is reported.
+            times: The ratio to the initial loss above which an error is reported.
             window: The number of steps in each median.
 
         Raises:
@@ -126,7 +126,7 @@ class LossDivergence(Detector):
         return [observation.loss]
 
     def check(self, step: int, reports: LocalReport) -> list[Finding]:
-        """Return an error if the loss has diverged."""
+        """Return a finding with severity "error" if the loss has diverged."""
         values = [value for [value] in reports if math.isfinite(value)]
         if not values:
             return []
@@ -143,10 +143,10 @@ class LossDivergence(Detector):
 
 
 def has_diverged(first: Sequence[float], now: Sequence[float], times: float) -> bool:
-    """Return whether the loss has increased by `times - 1` times its initial size.
+    """Return whether the loss has increased by more than `times - 1` times its initial size.
 
-    The initial size is the absolute median of `first` or the range of `first`, whichever is larger. The increase is the
-    difference between the medians of `now` and `first`.
+    The initial size is the absolute median or the range of `first`, whichever is larger. The increase is the difference
+    between the medians of `now` and `first`.
     """
     began = statistics.median(first)
     return statistics.median(now) > began + (times - 1) * max(abs(began), max(first) - min(first))

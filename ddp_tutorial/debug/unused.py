@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from typing import ClassVar
 from zlib import crc32
 
-from ddp_tutorial.debug.detector import Detector, Finding, LocalReport, Program
+from ddp_tutorial.debug.detector import Detector, Finding, LocalReport, Program, named
 from ddp_tutorial.debug.instrumentation import Observable, StepObservation
 
 # Maximum number of times that the ranks exchange names, because the unused parameters may change in every step.
@@ -14,8 +14,8 @@ _MOST = 20
 class UnusedParameters(Detector):
     """Detector that reports each parameter without a gradient once, by name.
 
-    Models with `find_unused_parameters=True` are not checked. If only some ranks use a parameter, PyTorch's DDP may
-    block in the backward pass on these ranks, before the optimizer step. Use `watching` to detect this.
+    Models with `find_unused_parameters=True` are not checked. If only some ranks use a parameter, these ranks may block
+    in the backward pass of PyTorch's DDP, before the optimizer step. Use `watching` to detect this.
     """
 
     name: ClassVar[str] = "unused"
@@ -63,4 +63,4 @@ class UnusedParameters(Detector):
 
 def _on(name: str, of_ranks: Sequence[Sequence[str]]) -> str:
     ranks = [rank for rank, each in enumerate(of_ranks) if name in each]
-    return "" if len(ranks) == len(of_ranks) else f" (rank {', '.join(map(str, ranks))} only)"
+    return "" if len(ranks) == len(of_ranks) else f" ({named(ranks)} only)"

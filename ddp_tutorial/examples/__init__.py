@@ -4,6 +4,6 @@
     torchrun --nproc-per-node 2 -m ddp_tutorial.examples.NAME       in ranks that torchrun starts
 
 `digits` trains a convolutional network with synchronized BatchNorm on images. `finetune` trains a Hugging Face language
-model on texts of different lengths. `plain` trains the network of `digits` in plain torch, without this package.
+model on texts of different lengths. `plain` trains the same network as `digits` in plain PyTorch, without this package.
 `ray_train` runs `digits` on ranks that Ray Train starts and monitors.
 """

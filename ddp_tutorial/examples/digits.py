@@ -1,11 +1,11 @@
-"""Train a convolutional network on images of handwritten digits, with BatchNorm over the samples of all ranks.
+"""Train a convolutional network on images of handwritten digits, with BatchNorm synchronized across ranks.
 
     python -m ddp_tutorial.examples.digits                                    # starts two ranks
     python -m ddp_tutorial.examples.digits nprocs=1 steps=100
     torchrun --nproc-per-node 2 -m ddp_tutorial.examples.digits name=digits resume=auto checkpoint.every=20
 
-If the last command is killed, rerun it to resume. The training set contains 1,437 images. After 200 steps, the accuracy
-on the 360 validation images exceeds 95 %. The run's result.json records the accuracy.
+To resume a killed run, rerun the last command. The training set contains 1,437 images. After 200 steps, the accuracy on
+the 360 validation images exceeds 95 %. The run's result.json records the accuracy.
 """
 
 import sys
@@ -27,7 +27,7 @@ DATA = PROJECT / "data" / "digits"
 
 
 class Options(TrainConfig):
-    """Script options, which are `nprocs` and all run settings. Some defaults differ from those of `TrainConfig`."""
+    """`TrainConfig` with the additional setting `nprocs` and some different defaults."""
 
     steps: int = 200
     eval_samples: int = 360
@@ -47,14 +47,14 @@ class Net(nn.Sequential):
 
 
 def images(part: str) -> TensorDataset:
-    """Return the images [1, 8, 8], with values from 0 to 1, and the digits of the `train` or `validation` split."""
+    """Return a dataset of the `train` or `validation` split, with images [1, 8, 8] (values from 0 to 1) and digits."""
     table = pyarrow.parquet.read_table(DATA / f"{part}.parquet")
     pixels = torch.tensor(table["pixels"].to_pylist()).view(-1, 1, 8, 8) / 16
     return TensorDataset(pixels, torch.tensor(table["digit"].to_pylist()))
 
 
 def loss(model: nn.Module, batch: Any) -> tuple[Any, ...]:
-    """Return the summed loss, the number of samples, and the number of correct predictions for the accuracy."""
+    """Return the summed loss, the number of samples, and the accuracy as a (sum, count) pair."""
     pixels, digits = batch
     logits = model(pixels)
     right = (logits.argmax(1) == digits).sum()
@@ -67,7 +67,7 @@ def sgd(model: nn.Module) -> torch.optim.Optimizer:
 
 
 def main(world: World, options: Options) -> TrainResult:
-    """Train on this rank. Every rank calls this function."""
+    """Train on this rank. Collective."""
     torch.manual_seed(options.seed)  # identical weights on all ranks
     trainer = Trainer(
         synchronize_batch_norm(Net(), world),

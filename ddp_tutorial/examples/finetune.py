@@ -28,7 +28,7 @@ PADDING, IGNORED = 256, -100  # a token that is not a byte, and the label that t
 
 
 class Options(TrainConfig):
-    """Script options, which are `nprocs` and all run settings. Some defaults differ from those of `TrainConfig`."""
+    """`TrainConfig` with the additional setting `nprocs` and some different defaults."""
 
     steps: int = 60
     eval_every: int = 30
@@ -52,7 +52,7 @@ def texts() -> list[bytes]:
 
 
 def collate(rows: list[bytes]) -> dict[str, torch.Tensor]:
-    """Return a batch padded to its longest text: tokens, attention mask, and labels with `IGNORED` as padding."""
+    """Return tokens, attention mask and labels, padded to the longest text. Padded labels are `IGNORED`."""
     tokens = [torch.tensor(list(row)) for row in rows]
     labels = pad_sequence(tokens, batch_first=True, padding_value=IGNORED)
     mask = (labels != IGNORED).long()
@@ -60,9 +60,9 @@ def collate(rows: list[bytes]) -> dict[str, torch.Tensor]:
 
 
 def loss(model: nn.Module, batch: dict[str, torch.Tensor]) -> tuple[Any, ...]:
-    """Return the summed loss, the number of tokens, and the accuracy as a sum and a count.
+    """Return the summed loss, the number of tokens, and the accuracy as a (sum, count) pair.
 
-    If each rank returned a mean instead, tokens in short texts would be weighted more heavily.
+    Per-rank means would weight tokens in short texts more heavily.
     """
     logits = model(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"]).logits[:, :-1]
     targets = batch["labels"][:, 1:]  # predict each token from the previous ones
@@ -73,7 +73,7 @@ def loss(model: nn.Module, batch: dict[str, torch.Tensor]) -> tuple[Any, ...]:
 
 
 def main(world: World, options: Options) -> TrainResult:
-    """Train on this rank. Every rank calls this function."""
+    """Train on this rank. Collective."""
     stories = texts()
     source = make_source(stories[150:], options.batch_size, world, seed=options.seed, collate_fn=collate)
     validation = as_samples(stories[:150], collate)

@@ -1,4 +1,4 @@
-"""Run the unchanged `digits` training on workers that Ray Train starts and restarts.
+"""Run the `digits` example, unchanged, on workers that Ray Train starts and restarts.
 
     pip install -c constraints.txt -e '.[ray]'
     python -m ddp_tutorial.examples.ray_train name=digits checkpoint.every=20          # two workers on this machine
@@ -40,7 +40,7 @@ class Report:
     """An observer that reports each new checkpoint to Ray. Calls are collective, like saves."""
 
     def __init__(self, name: str) -> None:
-        """Observe the run `name`, starting after the newest checkpoint that Ray knows."""
+        """Observe the run `name`. Only checkpoints newer than Ray's latest checkpoint are reported."""
         self.folder, known = RUNS / name / "checkpoints", rt.get_checkpoint()
         self.reported_step = read_manifest(Path(known.path)).step if known else 0
 
@@ -66,9 +66,11 @@ def work(asked: dict[str, Any]) -> None:
 
 
 def trainer(options: digits.Options, work: Callable[[dict[str, Any]], None] = work) -> TorchTrainer:
-    """Return Ray's trainer for a resumable run, or raise `ConfigError` if `options` do not allow resuming."""
+    """Return a Ray `TorchTrainer` for a resumable run, or raise `ConfigError` if `options` do not allow resuming."""
     if not options.name or not options.checkpoint.every or options.checkpoint.background:
-        raise ConfigError("a Ray run must be resumable: set name=, checkpoint.every= and checkpoint.background=false")
+        raise ConfigError(
+            "a Ray run must be resumable: set 'name' and 'checkpoint.every', and use checkpoint.background=false"
+        )
     kept = options.checkpoint.keep_last
     checkpoint = options.checkpoint.model_copy(update={"keep_last": ALL})
     options = options.model_copy(update={"resume": "auto", "checkpoint": checkpoint})

@@ -5,13 +5,13 @@ In a notebook:
     def answer(...):
         raise NotImplementedError("your turn")
 
-    exercise.check(answer)      # reports whether the answer is right, and if not, why
+    exercise.check(answer)      # reports whether the answer is correct, and if not, why
     exercise.hint()             # the next hint
     exercise.show_solution()
 
-Each exercise also contains wrong answers that show common mistakes. The tests pass the solution and every wrong answer
-to the same check: the solution must pass, and every wrong answer must fail. The exercises of a notebook are in the
-module named after it. `progress()` shows which exercises you have passed.
+Each exercise also contains wrong answers that show common mistakes. The tests check the solution, which must pass, and
+every wrong answer, which must fail. Each notebook's exercises are in the module named after the notebook.
+`progress()` shows which exercises you have passed.
 """
 
 import ast
@@ -59,9 +59,9 @@ class Exercise:
 
     Attributes:
         task: The assignment, printed if the answer is not filled in yet.
-        test: A function that takes the answer, and either returns praise or raises `WrongAnswerError`. The function may
-            start ranks.
-        solution: A right answer.
+        test: A function that takes the answer, and returns a success message or raises `WrongAnswerError`. The
+            function may start ranks.
+        solution: A correct answer.
         wrong: A dict that maps a short description of each mistake to an answer with this mistake.
         hints: The hints, in the order in which `hint` prints them.
         hints_given: The number of hints printed so far.
@@ -75,9 +75,9 @@ class Exercise:
     hints_given: int = 0
 
     def check(self, answer: Answer | Path) -> None:
-        """Show whether `answer` is right, and if not, why. In a notebook, also show the task.
+        """Show whether `answer` is correct, and if not, why. In a notebook, also show the task.
 
-        A wrong answer raises no error. A right answer is recorded for `progress` if a person ran the cell.
+        Wrong answers raise no error. A correct answer is recorded for `progress` only if the cell is run interactively.
         """
         right, verdict = self.verdict(answer)
         if in_notebook():
@@ -96,7 +96,7 @@ class Exercise:
         return next((name for name, exercise in _exercises_of(loaded) if exercise is self), "")
 
     def verdict(self, answer: Answer | Path) -> tuple[bool, str]:
-        """Return whether `answer` is right, and the text that `check` prints."""
+        """Return whether `answer` is correct, and the text that `check` shows."""
         try:
             with _limit_cpu_time():
                 return True, f"Right. {self.test(answer)}"
@@ -126,7 +126,7 @@ class Exercise:
     def show_solution(self) -> None:
         """Print the source of the solution, ready to paste into a cell.
 
-        Annotations are removed, and the imports that the notebook lacks are added.
+        Type annotations are removed, and imports missing from the notebook are added.
         """
         if isinstance(self.solution, Path):
             source = self.solution.read_text(encoding="utf-8")
@@ -145,8 +145,8 @@ class Card:
 
     Attributes:
         task: The assignment.
-        verdict: Whether the answer is right, and if not, why.
-        name: The exercise's variable in its module, or "".
+        verdict: Whether the answer is correct, and if not, why.
+        name: The exercise's variable name, or "" for an exercise outside this package.
     """
 
     task: str
@@ -183,12 +183,12 @@ class _EndlessError(BaseException):
 
 
 _SECONDS = 60.0  # limit of this process's CPU time; waiting for ranks does not count
-_ENDLESS = f"Your answer has used {_SECONDS:.0f} seconds of CPU time and has not returned. Is there an infinite loop?"
+_ENDLESS = f"Your answer has used {_SECONDS:.0f} seconds of CPU time and has not returned. Check for an infinite loop."
 
 
 @contextmanager
 def _limit_cpu_time() -> Iterator[None]:
-    """In the main thread, raise `_EndlessError` if the block uses too much CPU time."""
+    """Raise `_EndlessError` if the block exceeds its CPU time limit, which applies only in the main thread."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -215,11 +215,15 @@ def _own_line(error: BaseException) -> str:
 
 
 def _missing_return_hint(error: BaseException) -> str:
-    return "\nA function without a `return` returns None. Is one missing?" if "NoneType" in str(error) else ""
+    return (
+        "\nA function without a `return` returns None. Check for a missing `return`."
+        if "NoneType" in str(error)
+        else ""
+    )
 
 
 def progress() -> Progress:
-    """Return a table of all exercises, and mark the exercises passed on this machine; see `passed`."""
+    """Return a table of all exercises, with a mark next to each exercise passed on this machine (see `passed`)."""
     return progress_in([name for name, _ in _exercises_of(_modules())])
 
 
@@ -235,7 +239,7 @@ def _exercises_of(modules: Sequence[str]) -> Iterator[tuple[str, Exercise]]:
 
 
 def without_annotations(source: str) -> str:
-    """Return `source` without type annotations, whose names a notebook may not have imported."""
+    """Return `source` without type annotations, because a notebook may not have imported the names that they use."""
     lines = source.split("\n")
     spans = []  # (line, column) of the start and end of each annotation
     for node in ast.walk(ast.parse(source)):
@@ -250,7 +254,7 @@ def without_annotations(source: str) -> str:
 
 
 def imports_for(source: str, solution: Answer) -> list[str]:
-    """Return those imports of `solution`'s module that `source` requires and the notebook (`__main__`) lacks."""
+    """Return the imports in `solution`'s module that `source` requires but the notebook (`__main__`) lacks."""
     lacking = globals_in(source) - vars(sys.modules["__main__"]).keys() - vars(builtins).keys()
     lines = []
     for node in ast.parse(inspect.getsource(sys.modules[solution.__module__])).body:
@@ -295,7 +299,7 @@ def on_ranks(run: Callable[..., Any], nprocs: int, *args: Any, stuck: str, timeo
     """Run a check on `nprocs` ranks, and return the result of each rank.
 
     Raises:
-        WrongAnswerError: If a rank has not returned after `timeout` seconds. The message starts with `stuck`.
+        WrongAnswerError: If a rank has not returned after `timeout` seconds. The message starts with the text `stuck`.
     """
     try:
         return launch(run, nprocs, *args, device="cpu", timeout=timeout)  # the output of the answer is shown

@@ -1,4 +1,4 @@
-"""Exercises for notebook 03_averaging_gradients on averaging by hand, unequal batches, and unknown faults."""
+"""Exercises for notebook 03_averaging_gradients. They cover manual averaging, unequal batches, and unknown faults."""
 
 from collections.abc import Callable
 
@@ -34,7 +34,7 @@ class _Routes(nn.Module):
 
 
 def _run_average(world: World, answer: Answer) -> None:
-    """Check two averages. Rank r's input is [r + 1, 0]. The last rank skips `sometimes` only in the second average."""
+    """Check two averages. Rank r's input is [r + 1, 0]. In the second, the last rank skips the weight `sometimes`."""
     local = torch.tensor([world.rank + 1.0, 0.0])
     everyone = sum(range(1, world.size + 1)) / world.size
     with_detour = sum(range(1, world.size)) / world.size
@@ -180,7 +180,7 @@ _ALL_ENTER = "every rank must enter the collective, even a rank that has no samp
 def _run_ragged(world: World, answer: Answer) -> list[float]:
     """Return this rank's gradient for each case in `_PARTS`.
 
-    The model is a single weight w = 1, and the loss of a sample x is w * x. The gradient of a sum of losses is
+    The model is a single weight w = 1, and the loss of a sample x is w * x. The gradient of the summed loss is
     therefore the sum of the samples.
     """
     gradients = []
@@ -295,7 +295,7 @@ class BlackBoxLoop:
         self._gradients = [torch.zeros(3), torch.zeros(1)]
 
     def weights(self) -> torch.Tensor:
-        """Return this rank's four weights, which are three input weights and the bias."""
+        """Return this rank's three input weights and bias as one tensor of shape [4]."""
         return torch.cat([self._weight, self._bias]).detach()
 
     def gradient(self, weights: torch.Tensor, samples: torch.Tensor) -> torch.Tensor:
@@ -324,7 +324,7 @@ class BlackBoxLoop:
 
 
 def _run_black_box(world: World, answer: Answer) -> list[str]:
-    """Return the answer for each fault in `_SHUFFLED`, in which "none" is neither first nor last."""
+    """Return the answer's result for each fault in `_SHUFFLED`. The fault "none" is neither first nor last."""
     names = []
     for fault in _SHUFFLED:
         try:
@@ -357,7 +357,7 @@ def _test_black_box(answer: Answer) -> str:
 
 
 def _gather(world: World, tensor: torch.Tensor) -> list[torch.Tensor]:
-    """Return the tensors of all ranks."""
+    """Return the tensors of all ranks. Collective."""
     tensors = [torch.empty_like(tensor) for _ in range(world.size)]
     dist.all_gather(tensors, tensor)
     return tensors
@@ -373,7 +373,7 @@ def _name_the_fault(world: World, loop: BlackBoxLoop) -> str:
         return any(not torch.equal(tensor, tensors[0]) for tensor in tensors)
 
     def step(sizes: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
-        """Take a step. Return the gradient that changed rank 0's weights, and the gradient of one process."""
+        """Take a step. Return the gradient that changed rank 0's weights, and the single-process gradient."""
         generator = torch.Generator().manual_seed(sum(sizes))
         parts = [torch.randn(size, 3, generator=generator) for size in sizes]
         before = gather(loop.weights())[0]
@@ -403,7 +403,7 @@ def _parts(world: World, sizes: list[int]) -> list[torch.Tensor]:
 
 
 def _equals_one_process(world: World, loop: BlackBoxLoop, sizes: list[int]) -> bool:
-    """Take a step, and return whether rank 0's gradient equals the gradient of one process."""
+    """Take a step, and return whether rank 0's gradient equals the single-process gradient. Collective."""
     parts, before = _parts(world, sizes), _gather(world, loop.weights())[0]
     loop.step(parts[world.rank])
     observed = (before - _gather(world, loop.weights())[0]) / loop.learning_rate

@@ -1,4 +1,4 @@
-"""Exercises for notebook 13_bug_museum on fixing a training loop, fixing a checkpoint, and writing a detector."""
+"""Exercises for notebook 13_bug_museum. They cover fixing a training loop and a checkpoint, and writing a detector."""
 
 import random
 from collections.abc import Callable, Iterator
@@ -183,7 +183,7 @@ def _test_resume(answer: Answer) -> str:
 
 
 def _going_on(*, optimizer_too: bool = True, in_place: bool = False, off: int = 1, every: int = 1) -> Answer:
-    """Return a variant of the solution with a mistake. With `every=0`, the variant never saves."""
+    """Return a variant of the solution with the given mistakes. If `every` is 0, the variant never saves."""
 
     def answer(world: World, folder: Path) -> Result:
         model, start, path = ddp(), 0, folder / "last.pt"
@@ -249,7 +249,7 @@ def _shuffled(samples: int, rank: int, size: int, epoch: int) -> Iterator[int]:
 
 
 def _all_to_the_last(samples: int, rank: int, size: int, epoch: int) -> Iterator[int]:
-    """Return all samples on the last rank. Empty shards are unusual, but every sample occurs once."""
+    """Return all samples if this rank is the last, and no samples otherwise. Such shards are unusual, but correct."""
     return iter(range(samples) if rank == size - 1 else ())
 
 
@@ -266,7 +266,7 @@ def _shuffled_by_rank(samples: int, rank: int, size: int, epoch: int) -> Iterato
 
 
 def _padded(samples: int, rank: int, size: int, epoch: int) -> Iterator[int]:
-    """Return padded shards, which are wrong unless the number of samples is a multiple of the number of ranks."""
+    """Return a padded shard, which is wrong unless the number of samples is a multiple of the number of ranks."""
     return iter(number % samples for number in range(rank, -(-samples // size) * size, size))
 
 
@@ -279,12 +279,12 @@ def _sharded_twice(samples: int, rank: int, size: int, epoch: int) -> Iterator[i
 
 
 def _for_two_ranks(samples: int, rank: int, size: int, epoch: int) -> Iterator[int]:
-    """Return shards that are wrong on three or more ranks."""
+    """Return a shard that is wrong if there are more than two ranks."""
     return iter(range(rank % 2, samples, min(size, 2)))
 
 
 def _later(samples: int, rank: int, size: int, epoch: int) -> Iterator[int]:
-    """Return shards that are wrong from the second epoch on, because every rank skips its first samples."""
+    """Return a shard that is wrong from the second epoch on, because the dataset's first samples are missing."""
     return iter(range(rank + epoch, samples, size))
 
 
@@ -293,7 +293,7 @@ def _without_end(samples: int, rank: int, size: int, epoch: int) -> Iterator[int
 
 
 def _swapped(samples: int, rank: int, size: int, epoch: int) -> Iterator[int]:
-    """Return the right number of samples, with one sample duplicated and one missing."""
+    """Return a shard of the correct size. On rank 1, one sample is duplicated, and one is missing."""
     own = list(range(rank, samples, size))
     return iter([own[0], *own[:-1]] if rank == 1 and len(own) > 1 else own)
 

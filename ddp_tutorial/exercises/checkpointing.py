@@ -1,4 +1,4 @@
-"""Exercises for notebook 10_checkpointing on finding all state, atomic saves of several files, and random kills."""
+"""Exercises for notebook 10_checkpointing. They cover complete state, atomic saves of multiple files, and kills."""
 
 import copy
 import hashlib
@@ -54,7 +54,7 @@ class MiniTrainer:
                 slow.lerp_(weight, 0.2)
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Restore the attributes in the result of `state_of`."""
+        """Restore the attributes from `state`, the dict returned by `state_of`."""
         for name, saved in state.items():
             mine = getattr(self, name)
             if isinstance(mine, torch.Generator):
@@ -194,7 +194,7 @@ class _PowerCutError(Exception):
 
 @dataclass
 class Disk:
-    """Simulated disk that provides the guarantees of a real disk, but no folders.
+    """Simulated disk with the durability guarantees of a real disk, but without folders.
 
     Written data stays in memory until `sync(name)`. New names, renames and removals stay in memory until
     `sync_names()`. A power failure may lose any data that is only in memory. The disk applies name changes in order.
@@ -490,7 +490,7 @@ class _Killer:
 
 
 def _train(rank: int, answer: Any, folder: Path, notes: Path, killer: _Killer) -> None:
-    """Run one rank in one attempt. The rank loads a checkpoint, trains, saves after each step, and records notes."""
+    """Run one rank in one attempt: load a checkpoint, train, save after each step, and record the progress."""
     dist.init_process_group("gloo", init_method=f"file://{notes}/store", rank=rank, world_size=_RANKS)
     dist.barrier()  # if a rank exited earlier, gloo would print "connectFullMesh failed" on the other rank
     with killer:
@@ -528,7 +528,7 @@ def _noted(notes: Path, kind: str) -> dict[int, Any]:
 
 
 def _run_rank(rank: int, answer: Any, folder: Path, notes: Path, killer: _Killer) -> None:
-    """Run a rank in a forked process, which exits without finalizing Python."""
+    """Run a rank in this forked process, and exit without finalizing Python."""
     code = 1
     try:
         killer.note = notes / f"killed.{rank}"
@@ -543,7 +543,7 @@ def _run_rank(rank: int, answer: Any, folder: Path, notes: Path, killer: _Killer
 
 
 def _attempt(answer: Any, folder: Path, killers: Mapping[int, _Killer]) -> dict[str, dict[int, Any]]:
-    """Start both ranks, wait until they exit, and return their notes. If a rank fails, kill the other rank."""
+    """Start both ranks, wait until they exit, and return the recorded progress. If one rank fails, kill the other."""
     with TemporaryDirectory(prefix="attempt-") as name:
         notes, ranks = Path(name), {}
         for rank in range(_RANKS):
@@ -571,13 +571,13 @@ def _attempt(answer: Any, folder: Path, killers: Mapping[int, _Killer]) -> dict[
 
 
 def _errors(errors: Mapping[int, str]) -> str:
-    """Return a description of the errors, except connection errors that the other rank's failure caused."""
+    """Return a description of the errors, excluding connection errors caused by the other rank's failure."""
     causes = {rank: error for rank, error in errors.items() if "gloo" not in error} or errors
     return " ".join(f"Rank {rank} raised {error}." for rank, error in causes.items())
 
 
 def _judge(notes: dict[str, dict[int, Any]], durable: int, happened: str) -> int:
-    """Check the notes of one attempt, and return the earliest step that later attempts may load."""
+    """Check the recorded progress of one attempt, and return the earliest step that later attempts may load."""
     loaded = set(notes["loaded"].values())
     expect(len(loaded) < 2, f"{happened} Then both ranks must load the same step, got steps {sorted(loaded)}.")
     if not notes["killed"]:  # otherwise, the other rank's error may be a consequence of the kill
@@ -595,7 +595,7 @@ def _judge(notes: dict[str, dict[int, Any]], durable: int, happened: str) -> int
 
 
 def _damage(folder: Path, chance: random.Random) -> str:
-    """Flip one bit in the most recent large file, or truncate the file."""
+    """Flip one bit in the latest large file or truncate the file, at random. Return a description of the damage."""
     files = [path for path in folder.rglob("*") if path.is_file() and path.stat().st_size > _NUMBERS]
     path = max(files, key=lambda each: each.stat().st_mtime_ns)
     if chance.random() < 0.5:
@@ -608,7 +608,7 @@ def _damage(folder: Path, chance: random.Random) -> str:
 
 
 def _survive(world: World, answer: Any) -> str:
-    """Run the attempts in a process that can fork ranks because it has no other threads."""
+    """Run the attempts in a single-threaded process, which can safely fork ranks."""
     chance = random.Random(0)
     torch.set_num_threads(1)
     with TemporaryDirectory(prefix="chaos-") as name:
@@ -718,7 +718,7 @@ class _Checkpoints:
 
 
 class _InPlace(_Checkpoints):
-    """Variant that overwrites one file per rank."""
+    """Variant in which each rank overwrites its own file."""
 
     def save(self, step: int, state: dict[str, Any]) -> None:
         self.folder.mkdir(parents=True, exist_ok=True)
@@ -772,14 +772,14 @@ class _DoesNotWait(_Checkpoints):
 
 
 class _NoChecksums(_Checkpoints):
-    """Variant that accepts every checkpoint with a manifest."""
+    """Variant that accepts every checkpoint that contains a manifest."""
 
     def is_valid(self, folder: Path) -> bool:
         return (folder / "manifest.json").exists()
 
 
 class _OnlyTheNewest(_Checkpoints):
-    """Variant that keeps one checkpoint."""
+    """Variant that keeps only the latest checkpoint."""
 
     keep = 1
 
@@ -791,7 +791,7 @@ class _KeepsAll(_Checkpoints):
 
 
 class _KeepsTheDamaged(_Checkpoints):
-    """Variant that leaves a damaged checkpoint in place, so that its step cannot be saved again."""
+    """Variant that does not remove a damaged checkpoint, so the checkpoint's step cannot be saved again."""
 
     def load(self) -> tuple[int, dict[str, Any]] | None:
         newest: list[Any] = [None]

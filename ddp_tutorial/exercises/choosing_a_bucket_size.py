@@ -1,4 +1,4 @@
-"""Exercises for the deep dive choosing_a_bucket_size on exposed communication, link measurement and optimal buckets."""
+"""Exercises for the deep dive choosing_a_bucket_size: exposed communication, link measurement, and optimal buckets."""
 
 import random
 import statistics
@@ -92,7 +92,7 @@ exposed = Exercise(
 
 
 def _samples(latency: float, bandwidth: float, seed: int) -> list[tuple[int, float]]:
-    """Return 200 measurements for 8 sizes. Most measurements are delayed, and none is faster than the link."""
+    """Return 200 timings of 8 message sizes. Most are delayed, and none is below the link's real transfer time."""
     generator = random.Random(seed)
     sizes = [4 * 8**k for k in range(8)]  # 4 bytes to 8 MB
     samples = []
@@ -259,7 +259,7 @@ def _one_each(ready: Sequence[float], nbytes: Sequence[int], latency: float, ban
 
 
 def _same_cap(ready: Sequence[float], nbytes: Sequence[int], latency: float, bandwidth: float) -> list[list[int]]:
-    """Return the best buckets that use the same cap for all buckets."""
+    """Return the best buckets that a single bucket size cap can produce."""
 
     def split(cap: int) -> list[list[int]]:
         buckets: list[list[int]] = [[]]
@@ -276,7 +276,7 @@ def _same_cap(ready: Sequence[float], nbytes: Sequence[int], latency: float, ban
 def _all_that_is_ready(
     ready: Sequence[float], nbytes: Sequence[int], latency: float, bandwidth: float
 ) -> list[list[int]]:
-    """Return the buckets that result if, whenever the link is free, all ready gradients form the next bucket."""
+    """Return the buckets of a schedule that sends all ready gradients as one bucket whenever the link is free."""
     buckets: list[list[int]] = []
     free, index = 0.0, 0
     while index < len(ready):

@@ -1,4 +1,4 @@
-"""Exercises for notebook 15_cluster on unreachable hosts, transports in NCCL's log, and a hierarchical all-reduce."""
+"""Exercises for notebook 15_cluster: unreachable hosts, transports in NCCL's log, and a hierarchical all-reduce."""
 
 import os
 import re
@@ -232,7 +232,7 @@ class _Reduced(NamedTuple):
 
 
 def _bytes_sent_away() -> dict[int, int]:
-    """Return the number of bytes delivered to other hosts, keyed by the TCP socket's file descriptor."""
+    """Return the number of bytes that each TCP socket delivered to other hosts, keyed by file descriptor."""
     found = {}
     for path in Path("/proc/self/fd").iterdir():
         try:
@@ -307,7 +307,7 @@ def _check_reduced(hosts: int, ranks: list[_Reduced], measured: bool) -> None:
 
 
 def _require_an_answer(answer: Answer) -> None:
-    """Raise `NotImplementedError` before the hosts are created if the answer is not filled in yet."""
+    """Raise `NotImplementedError` if the answer is not filled in yet, before the hosts are created."""
     try:
         answer(World(0, 1))
     except NotImplementedError:
@@ -361,7 +361,7 @@ def _hierarchical(world: World) -> AllReduce:
 
 
 def _groups(world: World) -> tuple[Any, Any]:
-    """Return the group of this host's ranks, and the group of the ranks with the same local rank."""
+    """Return the group of all ranks on this host, and the group of all ranks with this local rank. Collective."""
     size, hosts = world.local_size, world.size // world.local_size
     inside = [dist.new_group([host * size + local for local in range(size)]) for host in range(hosts)]
     across = [dist.new_group([host * size + local for host in range(hosts)]) for local in range(size)]

@@ -1,4 +1,4 @@
-"""Exercises for notebook 02_collectives on tensors of any length, a transpose, a ring, and halving and doubling."""
+"""Exercises for notebook 02_collectives. They cover any tensor length, a transpose, a ring, and halving-doubling."""
 
 import math
 import re
@@ -29,7 +29,7 @@ def _instead(*_: object, **__: object) -> None:
 
 
 def _run_any_length(world: World, answer: Answer) -> list[list[float] | str]:
-    """Return the answer's result for each length. If torch raises an error, the message is the last item."""
+    """Return the answer's result for each length. If torch raises an error, the error message is the last item."""
     results: list[list[float] | str] = []
     for length in _LENGTHS:
         mine = (torch.arange(float(length)) + 1) * 10**world.rank
@@ -126,9 +126,9 @@ _ROWS = (1, 2)  # rows per rank
 
 
 def _run_transpose(world: World, answer: Answer) -> list[torch.Tensor | str]:
-    """Return the answer's rows of the transposed matrix for each number of rows per rank.
+    """Return the answer's result (this rank's rows of the transposed matrix) for each number of rows per rank.
 
-    The entry in row i and column j of the matrix is 10 i + j. If torch raises an error, the message is the last item.
+    The entry in row i and column j of the matrix is 10 i + j. After an error in torch, the last item is its message.
     """
     results: list[torch.Tensor | str] = []
     names = [name for name in _OTHERS if name not in {"all_to_all", "all_to_all_single", "isend", "irecv"}]
@@ -250,7 +250,7 @@ _OTHERS = (
 
 
 class _Run(NamedTuple):
-    """Final values of one of this rank's tensors, and the messages that the rank sent for this tensor."""
+    """Final values of a tensor on one rank, and the number of bytes and messages that the rank sent."""
 
     got: list[float]
     sent: dict[int, int]  # bytes sent to each rank
@@ -258,11 +258,11 @@ class _Run(NamedTuple):
 
 
 def _not_this(allowed: str, name: str, *_: object, **__: object) -> None:
-    raise WrongAnswerError(f"Your answer must use only {allowed}, but called dist.{name}.")
+    raise WrongAnswerError(f"Your answer must call only {allowed}, but it called dist.{name}.")
 
 
 def _wait(begin: Callable[..., Any], what: str, world: World, tensor: torch.Tensor, other: int) -> None:
-    """Send or receive like torch's blocking function, but with a timeout."""
+    """Start a send or a receive, and wait with a timeout until it completes."""
     case = f"With {world.size} ranks, rank {world.rank} {what} rank {other}"
     expect(
         0 <= other < world.size and other != world.rank,
@@ -280,7 +280,7 @@ def _wait(begin: Callable[..., Any], what: str, world: World, tensor: torch.Tens
 
 
 def _run_all_reduce(world: World, answer: Answer, sizes: Sequence[int]) -> list[_Run | None]:
-    """Run the answer on the first `size` ranks for each size in `sizes`, with a tensor of each length."""
+    """Run the answer on the first `size` ranks, for each `size` in `sizes` and each tensor length. Collective."""
     isend, irecv = dist.isend, dist.irecv
     runs: list[_Run | None] = []
     for size in sizes:
@@ -316,7 +316,7 @@ def _run_all_reduce(world: World, answer: Answer, sizes: Sequence[int]) -> list[
 
 def _sums_in_place(answer: Answer, sizes: Sequence[int]) -> Iterator[tuple[str, int, int, list[_Run]]]:
     """Run the answer, check the sums, and yield (case, size, length, runs of all ranks) for each size and length."""
-    stuck = "A rank does not return, although no send or receive blocks it. Is there an infinite loop?"
+    stuck = "A rank does not return, although no send or receive blocks it. Check for an infinite loop."
     of_ranks = on_ranks(_run_all_reduce, max(sizes), answer, sizes, stuck=stuck, timeout=30)
     cases = [(size, length) for size in sizes for length in _LENGTHS_IN_PLACE]
     for number, (size, length) in enumerate(cases):
@@ -375,7 +375,7 @@ def _all_send_first(world: World, tensor: torch.Tensor) -> None:
 
 
 def _exchange(world: World, outgoing: torch.Tensor, incoming: torch.Tensor) -> torch.Tensor:
-    """Send `outgoing` to the next rank, and return the received tensor, which has the shape of `incoming`."""
+    """Send `outgoing` to the next rank, and return the previous rank's tensor, which has the shape of `incoming`."""
     theirs = torch.empty_like(incoming)
     for sending in (True, False) if world.rank % 2 == 0 else (False, True):
         if sending and outgoing.numel():

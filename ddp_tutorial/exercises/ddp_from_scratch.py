@@ -1,4 +1,4 @@
-"""Exercises for notebook 04_ddp_from_scratch on buckets, their order on all ranks, no_sync, and a complete class."""
+"""Exercises for notebook 04_ddp_from_scratch. They cover buckets, a fixed bucket order, `no_sync`, and a DDP class."""
 
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -49,7 +49,7 @@ def _test_assign(answer: Answer) -> str:
         if got != true:
             held = next(sum(sizes[i] for i in found) for found, right in zip(got, true, strict=False) if found != right)
             raise WrongAnswerError(
-                f"{case} Add gradients to a bucket until it contains at least {cap} bytes; then the bucket is full. "
+                f"{case} Fill a bucket until it contains at least {cap} bytes, then start the next bucket. "
                 f"One of your buckets contains {held} bytes."
             )
     return "Every parameter is in one bucket, the last parameter is first, and all buckets except the last are full."
@@ -164,7 +164,7 @@ class _Log:
 
 
 class _Watched:
-    """Handle of an asynchronous all-reduce that records whether the answer waits for it during the backward pass."""
+    """Asynchronous all-reduce handle that records whether `wait` is called during the backward pass."""
 
     def __init__(self, work: Any, log: _Log) -> None:
         self.work, self.log = work, log
@@ -248,7 +248,7 @@ def _listed(names: Sequence[str]) -> str:
 
 
 def _expect_started(world: World, log: _Log, complete: Sequence[str], parts: Sequence[Sequence[str]]) -> None:
-    """Check which all-reduces have started once the gradients in `complete` are complete."""
+    """Check that the expected number of all-reduces has started when the gradients in `complete` are complete."""
     expect(
         not log.blocking and not log.waited,
         "Your function must not wait for an all-reduce: this blocks the backward pass, so communication does not "
@@ -368,7 +368,7 @@ def _starts_as_they_fill(world: World, buckets: Sequence[_Bucket], parameter: nn
 
 
 def _starts_only_its_own(world: World, buckets: Sequence[_Bucket], parameter: nn.Parameter) -> None:
-    """Start the all-reduce of the parameter's bucket, but not those of the full buckets that waited for this bucket."""
+    """Start the all-reduce of the parameter's bucket, but not of full buckets that were waiting for this bucket."""
     bucket = _count(buckets, parameter)
     place = next(number for number, each in enumerate(buckets) if each is bucket)
     if bucket.missing == 0 and all(each.work is not None for each in buckets[:place]):
@@ -483,7 +483,7 @@ def _run_pause(world: World, answer: Answer) -> None:
     try:
         with pause(model):
             model.backward(mine)
-            raise KeyError("a sample that cannot be read")
+            raise KeyError("the sample cannot be read")
     except KeyError:
         interrupted = True
     expect(interrupted, "An exception inside the block must propagate; your function swallowed it.")
@@ -577,7 +577,7 @@ _Passes = tuple[tuple[str, ...], ...]  # the branches that each micro-batch of a
 
 
 class _Case(NamedTuple):
-    """Test case. `ranks[rank]` contains the branches of each micro-batch; all but the last run in `no_sync`."""
+    """Test case. `ranks[rank]` lists each micro-batch's branches. All micro-batches but the last use `no_sync`."""
 
     story: str
     ranks: tuple[_Passes, _Passes]
@@ -723,7 +723,7 @@ def _run_interrupted(world: World, answer: Answer) -> None:
     interrupted = False
     try:
         with parallel.no_sync():
-            raise KeyError("a sample that cannot be read")
+            raise KeyError("the sample cannot be read")
     except KeyError:
         interrupted = True
     expect(interrupted, "An exception inside no_sync must propagate; your no_sync swallowed it.")
@@ -772,7 +772,7 @@ class _Buckets:
             self.send()
 
     def send(self, rest: bool = False) -> None:
-        """Start the all-reduces of full buckets, or of all remaining buckets if `rest` is true, in a fixed order."""
+        """Start, in a fixed order, the all-reduces of full buckets, or of all remaining buckets if `rest` is true."""
         for bucket in self.buckets[len(self.sent) :]:
             if not rest and not self.arrived.issuperset(bucket):
                 return  # later buckets must wait, so that all ranks use the same order
@@ -824,7 +824,7 @@ class _OneEach(_Buckets):
 
 
 class _ListsTiedOnesTwice(_Buckets):
-    """Variant that iterates over the modules, and therefore finds a tied weight twice."""
+    """Variant that iterates over the modules, and therefore visits a tied weight twice."""
 
     def __init__(self, world: Any, model: nn.Module, cap: int) -> None:
         listed = [p for module in model.modules() for p in module.parameters(recurse=False)]

@@ -1,4 +1,4 @@
-"""Exercises for notebook 11_debugging_hangs on stopping together, flight-recorder dumps, and a watchdog."""
+"""Exercises for notebook 11_debugging_hangs. They cover coordinated stopping, flight-recorder dumps, and watchdogs."""
 
 import ast
 import json
@@ -49,7 +49,7 @@ def _expected_steps(parts: list[list[tuple[float, int]]]) -> int:
 
 
 def _run_stories(world: World, answer: Answer) -> list[tuple[Any, int]]:
-    """Return the answer's result and this rank's number of steps for each story."""
+    """Return the answer's result and this rank's number of steps for each scenario in `_PARTS`."""
     return [_run_story(world, answer, parts[world.rank]) for parts in _PARTS.values()]
 
 
@@ -102,7 +102,7 @@ def _train_until_flat(world: World, step: Callable[[], None], validate: Validate
 
 
 def _stopping(flat: Callable[[World, float, int, float], tuple[bool, float]]) -> Answer:
-    """Return a loop in which `flat(world, total, count, best)` decides whether to stop, and returns (stop, loss)."""
+    """Return a loop that runs `stop, loss = flat(world, total, count, best)` after each step, until `stop` is true."""
 
     def answer(world: World, step: Callable[[], None], validate: Validate, most: int) -> int:
         best, steps = float("inf"), 0
@@ -374,7 +374,7 @@ _NEVER = float("inf")
 
 @dataclass
 class _Story:
-    """The simulated collectives of each rank as (start, end, collective) in seconds, and the expected report."""
+    """Scenario with each rank's simulated collectives (start and end in seconds, and name) and the expected report."""
 
     ranks: list[list[tuple[float, float, str]]]
     verdict: Divergence | None = None
@@ -388,7 +388,7 @@ class _Story:
         return [(what, end <= now) for start, end, what in self.ranks[rank] if start <= now]
 
     def over(self) -> bool:
-        """Return whether the story is over. A story with a hang continues briefly, to detect repeated reports."""
+        """Return whether the scenario is over. A scenario with a hang continues briefly, to detect repeated reports."""
         passed = time.monotonic() - self.began
         if self.verdict is None:
             return passed > _CALM_SECONDS
@@ -444,7 +444,7 @@ def _test_watchdog(answer: Answer) -> str:
     for name, story in stories.items():
         for rank, error in story.errors.items():
             if isinstance(error, dist.DistStoreError):
-                raise WrongAnswerError(f"If {name}, rank {rank} waits for a key in the store that no rank sets.")
+                raise WrongAnswerError(f"If {name}, rank {rank} waits for a store key that no rank sets.")
             raise error
     expect(not any(thread.is_alive() for thread in threads), "Every watchdog must return after `over()` becomes true.")
     for name, story in stories.items():

@@ -1,4 +1,4 @@
-"""Exercises for notebook 12_fault_tolerance on excluding hosts, requeueing a job, and an elastic script."""
+"""Exercises for notebook 12_fault_tolerance. They cover excluding hosts, requeueing a job, and an elastic script."""
 
 import signal
 import subprocess
@@ -147,7 +147,7 @@ _JOBS: list[tuple[list[str], list[int]]] = [  # a job's attempts and the expecte
 
 
 def _run_one_job(answer: Answer, kinds: Sequence[str], folder: Path) -> Any:
-    """Run the answer with a job whose attempts behave like `kinds`."""
+    """Run the answer with a job whose attempts behave as specified in `kinds`."""
     started: list[subprocess.Popen[bytes]] = []
     begins = count()
 
@@ -215,8 +215,8 @@ Outcome = Callable[[int, bool, int], "int | None"]  # code, warned, crashes so f
 def _variant(after: Outcome, send: str = "once", number: int = signal.SIGUSR1) -> Answer:
     """Return a variant of the solution.
 
-    `after` returns the number of crashes in a row, or None to give up. `send` specifies whether the loop sends the
-    signal `number` "once" or "always".
+    The function `after` returns the number of consecutive crashes, or None to give up. `send` ("once" or "always")
+    specifies how often the loop sends the signal `number`.
     """
 
     def run_job(start: Any, is_near_limit: Any, crashes: int) -> list[int]:
@@ -343,7 +343,7 @@ def _run_until(run: Torchrun, many: int, when: str, done: int) -> None:
 
 
 def _stop_by_sigterm(script: Path, folder: Path) -> int:
-    """Send SIGTERM to rank 1 of two ranks, and return the step that was saved."""
+    """Send SIGTERM to rank 1 of two ranks, and return the saved step."""
     with _torchrun(script, 2, folder, _FOREVER) as run:
         _run_until(run, _SEEN, "On two ranks", 0)
         run.ranks()[1].terminate()
@@ -361,7 +361,7 @@ def _stop_by_sigterm(script: Path, folder: Path) -> int:
 
 
 def _kill_one_of_three(script: Path, folder: Path, done: int) -> int:
-    """Resume on three ranks, kill rank 2 after a checkpoint, and return the step that was saved."""
+    """Resume on three ranks, kill rank 2 after a checkpoint, and return the saved step."""
     with _torchrun(script, 3, folder, _FOREVER) as run:
         _run_until(run, _SEEN, f"On three ranks, after step {done}", done)
         run.kill(rank=2)

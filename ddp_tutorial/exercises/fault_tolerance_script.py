@@ -1,4 +1,4 @@
-"""torchrun --nproc-per-node=N elastic.py WORDS CHECKPOINT STEPS EVERY."""
+"""Train with `torchrun --nproc-per-node=N elastic.py WORDS CHECKPOINT STEPS EVERY`. Rerun to resume."""
 
 import os
 import signal
@@ -25,14 +25,14 @@ def should_stop() -> bool:
 
 
 def words_of(step: int, words: int, rank: int, size: int) -> torch.Tensor:
-    """Return the indices of this rank's words in the zero-based step `step`."""
+    """Return the indices of the words that this rank reads in step `step`, counted from 0."""
     epoch, taken = divmod(step, (words + 15) // 16)
     order = torch.randperm(words, generator=torch.Generator().manual_seed(epoch))  # like DistributedSampler, seed 0
     return order[16 * taken : 16 * taken + 16][rank::size]
 
 
 def take_step(ddp: nn.Module, optimizer: torch.optim.SGD, letters: Any, following: Any) -> tuple[float, int]:
-    """Take one optimizer step. Return the mean loss over the letters of all ranks, and the number of letters."""
+    """Take one optimizer step. Return the mean loss over all ranks' letters, and their total number. Collective."""
     total = torch.tensor([0.0, (following >= 0).sum()])
     dist.all_reduce(total[1:])
     loss = F.cross_entropy(ddp(letters).flatten(0, 1), following.flatten(), reduction="sum")
@@ -46,7 +46,7 @@ def take_step(ddp: nn.Module, optimizer: torch.optim.SGD, letters: Any, followin
 
 
 def main(words: str, checkpoint: Path, steps: int, every: int) -> None:
-    """Train up to step `steps`, save every `every` steps and before a stop, and resume if `checkpoint` exists."""
+    """Train up to step `steps`. Save every `every` steps and before a stop. Resume from `checkpoint` if it exists."""
     dist.init_process_group("gloo")
     rank, size = dist.get_rank(), dist.get_world_size()
     letters, following = torch.load(words)

@@ -1,4 +1,4 @@
-"""Exercises for notebook 20_from_8_to_10000_gpus on a budget, wrong published claims, and context parallelism."""
+"""Exercises for notebook 20_from_8_to_10000_gpus. They cover a budget, incorrect claims, and context parallelism."""
 
 import math
 from collections.abc import Iterator, Sequence
@@ -31,7 +31,7 @@ _TOKENS = 200e9
 
 
 def _options() -> list[Estimate]:
-    """Return estimates for Llama 3.1 8B plans that rank differently by cost, time, devices and MFU."""
+    """Return estimates for Llama 3.1 8B plans whose rankings by cost, time, devices and MFU differ."""
     return [estimate_step(MODELS["Llama 3.1 8B"], plan, DEVICES["H100"], NETWORKS["DGX H100"]) for plan in _PLANS]
 
 
@@ -41,7 +41,7 @@ def _days_and_dollars(option: Estimate, tokens: float, price: float) -> tuple[fl
 
 
 def _budgets(options: Sequence[Estimate]) -> Iterator[tuple[float, float]]:
-    """Yield pairs of a time limit (days) and a cost limit (dollars), each of which excludes different options."""
+    """Yield pairs of a time limit (days) and a cost limit (dollars) that exclude different options."""
     fitting = [_days_and_dollars(option, _TOKENS, _PRICE) for option in options if option.fits]
     by_cost, by_time = sorted(fitting, key=lambda each: each[1]), sorted(fitting)
     yield math.inf, math.inf
@@ -155,9 +155,9 @@ class Claim:
         device: The device.
         network: The network.
         devices: The number of devices.
-        tokens_per_second: Tokens per second on each device.
+        tokens_per_second: The number of tokens per second on each device.
         mfu: The claimed model FLOPs utilization, from 0 to 1.
-        ring: The claimed bytes per second that each device sends in a ring over all devices, or None.
+        ring: The claimed number of bytes per second that each device sends in a ring over all devices, or None.
     """
 
     model: Transformer
@@ -170,7 +170,7 @@ class Claim:
 
 
 def _claims() -> Iterator[tuple[Claim, str]]:
-    """Yield claims and their errors. The first two claims contain published MFUs."""
+    """Yield pairs of a claim and the expected result. The first two claims contain published MFUs."""
     runs = {run.name: run for run in (*PUBLISHED_RUNS, *CONTEXT_PARALLEL_RUNS)}
 
     def claim(name: str, mfu: float | None = None, ring: float | None = None) -> Claim:
@@ -244,7 +244,7 @@ def _compares_with_one_card(claim: Claim) -> str:
 
 
 def _six_n(claim: Claim) -> str:
-    """Return the result for an MFU without attention FLOPs."""
+    """Return the result of a variant that computes the MFU without attention FLOPs."""
     model = claim.model
     ratio = model.flops_per_token / (model.flops_per_token - 3 * model.attention_flops)
     return _find_error(replace(claim, mfu=claim.mfu * ratio))
@@ -320,7 +320,7 @@ def _test_context(answer: Answer) -> str:
         if not math.isclose(got, right, rel_tol=0.1):
             raise WrongAnswerError(
                 f"For {model.name} {name}, {each.label} and {context} context-parallel ranks, the result must be "
-                f"within 10 % of {right:.2f} s, got {got:.2f} s. Each layer gathers keys and values over these ranks."
+                f"within 10 % of {right:.2f} s, got {got:.2f} s. Each layer gathers keys and values from these ranks."
             )
     errors = []
     for run in CONTEXT_PARALLEL_RUNS:
@@ -399,6 +399,6 @@ context_parallel = Exercise(
         "device.attention_fraction. The backward pass takes 2.5 times as long as the forward pass.",
         "pass_seconds(group_of(context, plan.tensor, network.per_node), network, nbytes) in "
         "ddp_tutorial.planning.communication returns the time of one all-gather or reduce-scatter.",
-        "Both times occur in each micro-batch, and another (pipeline - 1) / interleaving times in the bubble.",
+        "Add both terms once per micro-batch, and (pipeline - 1) / interleaving more times for the bubble.",
     ),
 )

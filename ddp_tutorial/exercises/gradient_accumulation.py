@@ -1,4 +1,4 @@
-"""Exercises for 08_gradient_accumulation on the last micro-batch, ragged batches, and counts not known in advance."""
+"""Exercises for notebook 08_gradient_accumulation: the last micro-batch, ragged batches, and unknown counts."""
 
 import math
 from collections.abc import Iterable, Iterator
@@ -53,7 +53,7 @@ def _loss(model: Any, batch: torch.Tensor) -> torch.Tensor:
 
 
 def _run_synchronize_last(world: World, answer: Answer) -> tuple[list[dict[str, Any]], int]:
-    """Return a record for each micro-batch count, and the number of all-reduces after an early exit from the loop."""
+    """Return a record for each micro-batch count, and the number of all-reduces in a run that exits the loop early."""
     records = []
     for count in _COUNTS:
         ddp, calls = DistributedDataParallel(_linear()), []  # type: ignore[var-annotated]
@@ -216,7 +216,7 @@ class _Letters(nn.Module):
 
 
 def _ragged_loader(count: int) -> list[Pair]:
-    """Return `count` micro-batches of 2 samples, each with 2 to 12 tokens."""
+    """Return `count` micro-batches of 2 samples. Each sample contains 2 to 12 tokens."""
     generator = torch.Generator().manual_seed(count)
     pairs = []
     for _ in range(count):
@@ -237,7 +237,7 @@ def _tools(model: nn.Module) -> tuple[Any, Any]:
 
 
 def _expected_epoch(count: int, k: int) -> tuple[nn.Module, list[float], float]:
-    """Train an epoch with one large batch per step, and return the model, the losses and the final learning rate."""
+    """Train for one epoch with one large batch per step, and return the model, losses and final learning rate."""
     model, losses = _Letters(), []
     optimizer, scheduler = _tools(model)
     pairs = _ragged_loader(count)
@@ -453,7 +453,7 @@ def _expected_steps() -> list[tuple[float, torch.Tensor]]:
 
 
 def _run_accumulator(world: World, answer: Answer) -> tuple[list[tuple[Any, torch.Tensor, list[str]]], float]:
-    """Return the loss, the weights and the collectives of each step, and the weight of the bfloat16 model."""
+    """Return each step's loss, weights and collectives, and the final weight of a small bfloat16 model."""
     called: list[str] = []
     for name in _COLLECTIVES:
         original = getattr(dist, name)

@@ -1,4 +1,4 @@
-"""Exercise for the deep dive hooks_and_shared_memory on a top-k hook with error feedback."""
+"""Exercise for the deep dive hooks_and_shared_memory. It covers a top-k hook with error feedback."""
 
 from typing import Any
 
@@ -16,7 +16,7 @@ _FRACTION, _SIZES, _TRAINED, _FLUSHED = 0.25, (12, 20), 3, 5
 
 
 class _TwoVectors(nn.Module):
-    """Model with two vectors, whose gradients are the inputs. DDP uses one bucket at first, and later two buckets."""
+    """Model with two weight vectors. Each gradient equals an input. DDP uses one bucket in step 1, and two later."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -27,7 +27,7 @@ class _TwoVectors(nn.Module):
 
 
 def _gradients(rank: int, step: int) -> torch.Tensor:
-    """Return the gradients of both vectors on a rank, in the order of the first step's bucket."""
+    """Return both vectors' gradients on a rank as one tensor, in the order of the first step's bucket."""
     generator = torch.Generator().manual_seed(100 * rank + step)
     return torch.randn(sum(_SIZES), generator=generator) if step < _TRAINED else torch.zeros(sum(_SIZES))
 
@@ -71,7 +71,7 @@ def _run_topk(world: World, answer: Answer) -> None:
 
 
 def _expect_sparse_mean(watched: WatchedHook, averaged: torch.Tensor) -> None:
-    """Check the first step, in which there is one bucket and there are no unsent elements from earlier steps."""
+    """Check the first step, which has one bucket and no unsent elements from earlier steps."""
     dense = averaged.nbytes
     expect(bool(watched.sent), "Your hook must call dist.all_gather or dist.all_reduce, but called neither.")
     expect(
@@ -96,13 +96,13 @@ def _expect_sparse_mean(watched: WatchedHook, averaged: torch.Tensor) -> None:
     else:
         found = f"The result must contain {int(exact.ne(0).sum())} nonzero elements, got {int(averaged.ne(0).sum())}"
     raise WrongAnswerError(
-        f"On rank {watched.world.rank}, the first averaged gradient is wrong. It must be the mean over the ranks of "
-        f"each rank's largest {_FRACTION:.0%} of elements by absolute value. {found}."
+        f"On rank {watched.world.rank}, the first averaged gradient is wrong. It must be the average of each "
+        f"rank's largest {_FRACTION:.0%} of elements by absolute value. {found}."
     )
 
 
 def _test_topk(answer: Answer) -> str:
-    stuck = "A rank waits forever. Is the future that you return ever completed?"
+    stuck = "A rank waits forever. Make sure that the future that you return is completed."
     on_ranks(_run_topk, 2, answer, stuck=stuck, timeout=40)
     return "The hook sends only the largest elements, and no gradient is lost in the sum over all steps."
 

@@ -1,4 +1,4 @@
-"""Exercises for notebook 05_inside_torch_ddp on ddp and ddp.module, a bfloat16 hook, and a script with DDP faults."""
+"""Exercises for notebook 05_inside_torch_ddp. They cover `ddp.module`, a bfloat16 hook, and a faulty DDP script."""
 
 import time
 from contextlib import ExitStack
@@ -93,7 +93,7 @@ def _expect_evaluated(world: World, model: nn.Sequential, validation: torch.Tens
         found = "This is the loss in training mode: call .eval() first."
     else:
         found = "Evaluate after the step, with BatchNorm in evaluation mode."
-    expect(abs(loss - true) < 1e-6, f"The loss on validation must be {true:.5f}, got {loss:.5f}. {found}")
+    expect(abs(loss - true) < 1e-6, f"The validation loss must be {true:.5f}, got {loss:.5f}. {found}")
 
 
 def _test_train_and_evaluate(answer: Answer) -> str:
@@ -127,7 +127,7 @@ def _with_ways(
     """Return a variant of the solution.
 
     `train`, `evaluate` and `save` are "ddp" or "module", and specify how each operation accesses the model. `mode`
-    specifies whether the model is in training mode during the evaluation, and `back` whether it is afterwards.
+    specifies whether the model is in training mode during the evaluation, and `back` specifies its mode afterward.
     """
 
     def answer(
@@ -198,7 +198,7 @@ _SENDS = {"all_reduce": (0, "tensor"), "all_gather": (1, "tensor"), "all_gather_
 
 
 class WatchedHook:
-    """Communication hook that calls the learner's hook, and records its duration and the tensors that it sends."""
+    """Communication hook that calls the learner's hook, and records durations, sent dtypes, and sent byte counts."""
 
     def __init__(self, world: World, answer: Answer, advice: str = "") -> None:
         """Watch `answer` on this rank. If `answer` raises an error, `advice` is appended to the message."""
@@ -266,9 +266,9 @@ def _run_hook(world: World, answer: Answer) -> None:
         except RuntimeError as error:
             if "isPyObject" in str(error):
                 raise WrongAnswerError(
-                    "The future of an all-reduce contains a C++ list, which DDP does not accept. Append "
-                    ".then(lambda done: bucket.buffer().copy_(done.value()[0])), which also casts the result to the "
-                    "buffer's dtype."
+                    "The future that get_future() returns for an all-reduce contains a list of tensors, but DDP "
+                    "requires one tensor. Append .then(lambda done: bucket.buffer().copy_(done.value()[0])), which "
+                    "also casts the result to the buffer's dtype."
                 ) from None
             raise
         _expect_mean(world, [model.first.grad, model.second.grad], x, exact)
@@ -304,7 +304,7 @@ def _expect_mean(world: World, grads: list[torch.Tensor | None], local: torch.Te
 
 
 def _test_hook(answer: Answer) -> str:
-    stuck = "A rank waits forever. Is the future that you return ever completed?"
+    stuck = "A rank waits forever. Make sure that the future that you return is completed."
     on_ranks(_run_hook, 2, answer, stuck=stuck, timeout=40)
     return "The hook sends two bytes per element, averages to within 2 %, and does not block the backward pass."
 

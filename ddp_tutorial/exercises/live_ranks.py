@@ -1,4 +1,4 @@
-"""Exercises for live_ranks on finding a replica that has drifted, repairing it, and finding the first difference."""
+"""Exercises for notebook live_ranks: detecting a drifted replica, repairing it, and finding the first difference."""
 
 import torch
 

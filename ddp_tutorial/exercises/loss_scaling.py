@@ -1,4 +1,4 @@
-"""Exercise for the deep dive loss_scaling on taking a step on all ranks or on none."""
+"""Exercise for the deep dive loss_scaling. It covers taking a step either on all ranks or on no rank."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -25,7 +25,7 @@ _SCALE = 8.0
 
 
 def _one_case(world: World, answer: Answer, bad: dict[int, float]) -> dict[str, Any]:
-    """Run the answer on weights of 1, with gradients 1 and 2 times the scale. `bad` maps a rank to a bad gradient."""
+    """Run the answer on two weights with unscaled gradients 1 and 2. `bad` maps a rank to a non-finite gradient."""
     weights = [nn.Parameter(torch.ones(2)) for _ in range(2)]
     optimizer = torch.optim.SGD(weights, lr=0.25)
     for number, weight in enumerate(weights, start=1):
@@ -108,7 +108,7 @@ def _deciding(
     zeroed: bool = True,
     own_scale: bool = False,
 ) -> Answer:
-    """Return the solution with a different decision, or with a different mistake."""
+    """Return a variant of the solution that decides differently or contains a different mistake."""
 
     def answer(
         world: World, optimizer: torch.optim.Optimizer, parameters: Sequence[nn.Parameter], scale: float

@@ -1,4 +1,4 @@
-"""Exercises for 16_other_trainers on weighting ragged batches, resuming a data loader, and saving random states."""
+"""Exercises for notebook 16_other_trainers. They cover ragged batches, resuming a data loader, and RNG states."""
 
 import copy
 from collections.abc import Iterator

@@ -1,9 +1,8 @@
-"""Record in a local file under `runs/` which exercises a person has passed, and show these exercises in a table.
+"""Record passed exercises in a local file under `runs/`, and show all exercises in a table.
 
 No data leaves this machine. Each line of the file is an exercise name, such as `quickstart.mean_loss`. Each line is
-appended in a single write, so two kernels can safely append at the same time. Unknown lines are kept, but not
-counted. If a program such as nbval, papermill or a test runs an answer, the answer is not recorded (see
-`a_person_is_there`).
+appended in a single write, so two kernels can safely append at the same time. Unknown lines are kept, but not counted.
+Answers are not recorded if a test or a tool such as nbval or papermill runs them (see `a_person_is_there`).
 """
 
 import html
@@ -19,7 +18,7 @@ FILE = RUNS / "exercises.txt"  # relative to the working directory of the notebo
 
 
 def read_passed() -> set[str]:
-    """Return the set of lines in the file, which is empty if the file is missing or unreadable."""
+    """Return the set of lines in the file, or an empty set if the file is missing or unreadable."""
     try:
         return set(FILE.read_text(encoding="utf-8", errors="replace").splitlines())
     except OSError:
@@ -27,7 +26,7 @@ def read_passed() -> set[str]:
 
 
 def remember(name: str) -> None:
-    """Record that a person has passed the exercise, unless it is already recorded.
+    """Record that a person has passed the exercise, unless the file already contains its name.
 
     If the file cannot be written, print one line instead of raising an error, because the check itself succeeded.
     """
@@ -41,7 +40,7 @@ def remember(name: str) -> None:
             half_a_line = size > 0 and file.read(1) != b"\n"  # from an interrupted write
             file.write(f"{chr(10) if half_a_line else ''}{name}\n".encode())
     except OSError as error:
-        print(f"(Not recorded for progress(), because {FILE} cannot be written: {error.strerror}.)")
+        print(f"(The result was not recorded for progress(), because {FILE} cannot be written: {error.strerror}.)")
 
 
 @dataclass(frozen=True)
@@ -55,7 +54,7 @@ class Chapter:
 
     @property
     def count(self) -> str:
-        """The number of passed exercises, such as "1 of 3"."""
+        """The number of exercises passed, as a string such as "1 of 3"."""
         return f"{sum(self.exercises.values())} of {len(self.exercises)}"
 
 
@@ -66,7 +65,7 @@ class Progress:
     chapters: tuple[Chapter, ...]
 
     def __str__(self) -> str:
-        """Return the number of passed exercises."""
+        """Return the number of exercises passed, as a string such as "1 of 3 exercises passed"."""
         passed = sum(sum(chapter.exercises.values()) for chapter in self.chapters)
         return f"{passed} of {sum(len(chapter.exercises) for chapter in self.chapters)} exercises passed"
 
@@ -101,7 +100,7 @@ class Progress:
 
 
 def progress_in(names: Collection[str]) -> Progress:
-    """Return a table of the named exercises (such as `quickstart.mean_loss`), in the order of the notebooks."""
+    """Return a table of the exercises in `names` (such as `quickstart.mean_loss`), in notebook order."""
     from ddp_tutorial.experiments.notebooks import chapters
 
     passed = read_passed()

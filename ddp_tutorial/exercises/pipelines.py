@@ -1,4 +1,4 @@
-"""Exercises for notebook 18_pipelines on the order of 1F1B, a schedule with a smaller bubble, and balanced stages."""
+"""Exercises for notebook 18_pipelines. They cover the 1F1B order, a zero-bubble schedule, and balanced stages."""
 
 import copy
 from collections.abc import Sequence
@@ -160,7 +160,7 @@ _Row = list[tuple[str, int]]
 
 
 def _times(table: Sequence[_Row]) -> list[dict[tuple[str, int], int]]:
-    """Return the end time of each action on each stage, if every action takes one second.
+    """Return the end time of each action on each stage, assuming that every action takes one second.
 
     Raises:
         WrongAnswerError: If the stages wait for each other forever.

@@ -1,4 +1,4 @@
-"""Exercises for 06_plain_torch on the step to resume from, one step with PyTorch's DDP, and a complete script."""
+"""Exercises for notebook 06_plain_torch. They cover the step to resume from, one DDP step, and a complete script."""
 
 import os
 from contextlib import nullcontext
@@ -98,7 +98,7 @@ common_step = Exercise(
 
 
 def _batches(rank: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """Return two micro-batches, with 4 and 1 samples on rank 0, and with 2 and 5 samples on rank 1."""
+    """Return two micro-batches. They contain 4 and 1 samples on rank 0, and 2 and 5 samples on rank 1."""
     generator = torch.Generator().manual_seed(rank)
     sizes = ((4, 1), (2, 5))[rank]
     return [(torch.randn(n, 3, generator=generator), 4 * torch.randn(n, 1, generator=generator)) for n in sizes]
@@ -114,7 +114,7 @@ def _sgd(model: nn.Module) -> torch.optim.Optimizer:
 
 
 def _expected() -> tuple[float, torch.Tensor]:
-    """Take the step on all samples in one process, and return the loss and the weights."""
+    """Take one step on all ranks' samples in one process, and return the loss and the weights."""
     model = _model()
     pairs = [pair for rank in range(2) for pair in _batches(rank)]
     inputs, targets = (torch.cat(each) for each in zip(*pairs, strict=True))

@@ -1,4 +1,4 @@
-"""torchrun --nproc-per-node=2 mine.py WORDS CHECKPOINT STEPS EVERY."""
+"""Train with `torchrun --nproc-per-node=2 mine.py WORDS CHECKPOINT STEPS EVERY`. Rerun to resume."""
 
 import os
 import sys
@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 
 def take_step(ddp: nn.Module, optimizer: torch.optim.SGD, batch: list[torch.Tensor]) -> tuple[float, int]:
-    """Take one optimizer step. Return the mean loss over all ranks' letters, and the number of letters."""
+    """Take one optimizer step. Return the mean loss over all ranks' letters, and their total number. Collective."""
     letters, following = batch
     total = torch.tensor([0.0, (following >= 0).sum()])
     dist.all_reduce(total[1:])  # before backward: words differ in length, and every letter must count equally
@@ -33,7 +33,7 @@ def main(words: str, checkpoint: Path, steps: int, every: int) -> None:
     dist.init_process_group("gloo")
     rank, size = dist.get_rank(), dist.get_world_size()
     if 16 % size:
-        raise ValueError(f"the number of ranks must divide the 16 words per step, got {size} ranks")
+        raise ValueError(f"the number of ranks must evenly divide 16 (the number of words per step), got {size}")
     data = TensorDataset(*torch.load(words))
     sampler = DistributedSampler(data, size, rank, seed=0)
     loader = DataLoader(data, 16 // size, sampler=sampler)

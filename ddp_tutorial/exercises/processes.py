@@ -1,4 +1,4 @@
-"""Exercises for 01_processes on printing once, building a cache once per node, and writing a small torchrun."""
+"""Exercises for notebook 01_processes. They cover printing once, one cache build per node, and a small torchrun."""
 
 import json
 import os
@@ -95,7 +95,7 @@ announce = Exercise(
 def _run_build_once(world: World, answer: Answer, folder: str) -> tuple[str, bool]:
     """Return the answer's result and whether this rank built the cache. While `build` runs, the cache is incomplete.
 
-    Ranks 0 and 1 are on node 0, and ranks 2 and 3 are on node 1. Only node 1 already has the cache.
+    Ranks 0 and 1 are on node 0, and ranks 2 and 3 are on node 1. At the start, only node 1 has the cache.
     """
     node, local_rank = divmod(world.rank, 2)
     path, built = Path(folder) / f"node{node}.txt", False

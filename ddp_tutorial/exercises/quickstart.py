@@ -1,4 +1,4 @@
-"""Exercises for 00_quickstart on splitting a batch, averaging a loss, and porting a training program to DDP."""
+"""Exercises for notebook 00_quickstart. They cover splitting a batch, averaging a loss, and porting a script to DDP."""
 
 from collections.abc import Callable
 from dataclasses import dataclass

@@ -1,4 +1,4 @@
-"""Exercises for notebook 14_scaling on a fair speedup, an honest confidence interval, and a fair benchmark."""
+"""Exercises for notebook 14_scaling. They cover a fair speedup, an honest confidence interval, and a fair benchmark."""
 
 import math
 import random

@@ -1,4 +1,4 @@
-"""Exercises for 17_sharded_state on the first stage that fits, a minimal reduce-scatter, ZeRO-3, and ZeRO-2."""
+"""Exercises for notebook 17_sharded_state. They cover ZeRO memory, a minimal reduce-scatter, ZeRO-3, and ZeRO-2."""
 
 import gc
 import time
@@ -63,7 +63,7 @@ def _first_that_fits(parameters: int, ranks: int, memory: int) -> str | None:
 
 
 def _first(parameters: int, ranks: int, memory: int, needed: Callable[[int], list[float]]) -> str | None:
-    """Return the first stage that fits. `needed(ranks)` returns the bytes per parameter for each stage."""
+    """Return the first stage that fits. `needed(ranks)` returns the number of bytes per parameter for each stage."""
     fits = [name for name, each in zip(_STAGES, needed(ranks), strict=True) if parameters * each <= memory]
     return fits[0] if fits else None
 
@@ -317,7 +317,7 @@ def _expect_gradients(
     right = _piece_of(gradient, world)
     where = f"rank {world.rank} of {world.size}"
     if got is None or of_x is None:
-        missing = "piece.grad" if got is None else "the gradient of the input, x.grad"
+        missing = "piece.grad" if got is None else "x.grad (the gradient of the input)"
         raise WrongAnswerError(f"After backward, {missing} is None on {where}.")
     expect(
         torch.allclose(got, right, atol=1e-4),
@@ -538,7 +538,7 @@ def _check_gradients(world: World, answer: Answer) -> None:
 
 
 def _arrives(key: str) -> bool:
-    """Return whether rank 0 sets `key` within `_STRAGGLER_SECONDS`."""
+    """Return whether rank 0 sets the key `key` in the store within `_STRAGGLER_SECONDS`."""
     try:
         default_store().wait([key], timedelta(seconds=_STRAGGLER_SECONDS))
     except RuntimeError:  # includes torch's DistStoreError

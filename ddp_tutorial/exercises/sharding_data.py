@@ -1,4 +1,4 @@
-"""Exercises for 07_sharding_data on a guard against wrong shards, exact evaluation, and a resumable sampler."""
+"""Exercises for notebook 07_sharding_data. They cover a shard check, exact evaluation, and a resumable sampler."""
 
 import json
 from collections import Counter
@@ -32,7 +32,7 @@ _VALID = 3  # the number of correct cases, which come first
 
 
 def _run_check(world: World, answer: Answer) -> list[tuple[bool, object]]:
-    """Return, for each case, whether the answer raised `ValueError` on this rank, and the result of the answer."""
+    """Return, for each case, whether the answer raised `ValueError` on this rank, and the answer's result."""
     found: list[tuple[bool, object]] = []
     for _, shards in _SHARDS:
         indices = list(shards[world.rank])
@@ -70,7 +70,7 @@ def _check_shards(world: World, indices: Sequence[int], samples: int) -> None:
     shards: list[Any] = [None] * world.size
     dist.all_gather_object(shards, list(indices))
     if sorted(chain(*shards)) != list(range(samples)):  # the same on every rank, so all ranks raise or none does
-        raise ValueError(f"expected each of {samples} samples once, got {shards}")
+        raise ValueError(f"each of the {samples} samples must occur exactly once across the shards, got {shards}")
 
 
 def _checks_counts(world: World, indices: Sequence[int], samples: int) -> None:
@@ -384,7 +384,7 @@ def _check_epochs(answer: Answer) -> None:
 
 
 def _after(answer: Answer, samples: int, batch: int, size: int, epoch: int, done: int) -> list[State]:
-    """Return each rank's state after `done` steps of an epoch, saved inside the loop, as for a checkpoint."""
+    """Return each rank's state, saved inside the loop after `done` steps of an epoch, as for a checkpoint."""
     states = []
     for sampler in _world_of(answer, samples, batch, size):
         sampler.set_epoch(epoch)
@@ -482,7 +482,7 @@ def _difference(found: list[list[int]], whole: dict[int, list[list[int]]], done:
 
 
 def _run_step_sampler(world: World, answer: Answer) -> tuple[int, list[list[int]]]:
-    """Check the arithmetic on rank 0, then loop over a DataLoader on all ranks with an all-reduce in every step."""
+    """Check simulated ranks on rank 0. Then iterate over a DataLoader on all ranks, with an all-reduce in each step."""
     checked = 0
     if world.is_main:
         _check_epochs(answer)
@@ -638,7 +638,7 @@ class _NeverEnds(_StepSampler):
 
 
 def _together(sampler: _StepSampler, seed: int | None = None, epoch: int | None = None) -> Iterator[list[int]]:
-    """Yield the remaining steps over all ranks as the right answer does, optionally with a different seed or epoch."""
+    """Yield the remaining steps' global batches in the solution's order, optionally with a different seed or epoch."""
     alone = _StepSampler(sampler.samples, sampler.batch, 0, 1, sampler.seed if seed is None else seed)
     alone.load_state_dict(sampler.state_dict() | ({} if epoch is None else {"epoch": epoch}))
     for step in alone:

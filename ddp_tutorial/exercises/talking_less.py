@@ -1,4 +1,4 @@
-"""Exercises for 19_talking_less on a round of local SGD, an average that reports problems, and a delayed outer step."""
+"""Exercises for notebook 19_talking_less: local SGD, an average that reports problems, and a delayed outer step."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -195,7 +195,7 @@ def _run_report(world: World, answer: Answer) -> None:
 
 
 class _Recorded:
-    """Handle of an asynchronous all-reduce that records the time of the first `wait`."""
+    """Asynchronous all-reduce handle that records the time of the first `wait`."""
 
     def __init__(self, work: Any, call: dict[str, Any], now: Callable[[], int]) -> None:
         self.work, self.call, self.now = work, call, now
@@ -210,7 +210,7 @@ class _Recorded:
 
 @contextmanager
 def _recorded(now: Callable[[], int]) -> Iterator[list[dict[str, Any]]]:
-    """Record the value of `now()` at the start and at the end of each all-reduce inside the context."""
+    """Record `now()` when each all-reduce inside the context starts, and when the caller first waits for it."""
     calls: list[dict[str, Any]] = []
     real = dist.all_reduce
 

@@ -1,4 +1,4 @@
-"""Run a learner's script under a real torchrun, and monitor its output, progress and exit code.
+"""Run a learner's script with torchrun, and monitor its output, progress and exit code.
 
     with Torchrun(script, 2, "words.pt", folder=folder) as run:
         run.wait(lambda printed: "step 20" in printed)
@@ -35,7 +35,7 @@ _BEGIN += "runpy.run_module('torch.distributed.run', run_name='__main__', alter_
 
 
 class WrongScript(NamedTuple):
-    """Wrong answer that replaces text in the solution's script. `texts` alternates between old and new text."""
+    """Wrong answer that replaces text in the solution's script. `texts` contains alternately old and new text."""
 
     solution: Path
     texts: tuple[str, ...]
@@ -72,7 +72,7 @@ class Torchrun:
     """
 
     def __init__(self, script: Path, nprocs: int, *arguments: object, folder: Path) -> None:
-        """Start torchrun, which writes its output to `folder`."""
+        """Start torchrun, and redirect its output to files in `folder`."""
         self.mark = uuid4().hex
         self.stdout_path, self.stderr_path = folder / f"{self.mark}.out", folder / f"{self.mark}.err"
         command = [sys.executable, "-c", _BEGIN, "--standalone", f"--nproc-per-node={nprocs}", str(script)]
@@ -90,7 +90,7 @@ class Torchrun:
         self.deadline = time.monotonic() + LIMIT_SECONDS
 
     def __enter__(self) -> "Torchrun":
-        """Return the running torchrun."""
+        """Return this object."""
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -115,7 +115,7 @@ class Torchrun:
         self.ranks()[rank].kill()
 
     def wait(self, enough: Callable[[str], bool] = lambda _: False) -> int | None:
-        """Wait until `enough` returns true for the printed lines, or torchrun exits.
+        """Wait until `enough` returns true for the printed lines, or until torchrun exits.
 
         Returns:
             The exit code of torchrun, or None if `enough` returned true first.
@@ -135,9 +135,9 @@ class Torchrun:
                 alive, computed = now, computing
             if now - alive > STUCK_SECONDS:
                 raise WrongAnswerError(
-                    f"{self._last_line()}. Then the ranks did nothing for {STUCK_SECONDS:g} s: they are waiting for "
-                    "each other. Every rank must enter the same collectives in the same order. Is a collective inside "
-                    "`if rank == 0`?"
+                    f"{self._last_line()}. The ranks then made no progress for {STUCK_SECONDS:g} s, because they were "
+                    "waiting for each other. Every rank must enter the same collectives in the same order. Check for "
+                    "a collective inside `if rank == 0`."
                 )
             if now > self.deadline:
                 raise WrongAnswerError(f"{self._last_line()}, and did not exit within {LIMIT_SECONDS:.0f} s.")
@@ -155,10 +155,10 @@ class Torchrun:
 
     def _last_line(self) -> str:
         lines = [line for line in self.printed().splitlines() if line]  # concurrent prints may leave empty lines
-        return f"The last line of your script was {lines[-1]!r}" if lines else "Your script printed nothing"
+        return f"Your script last printed {lines[-1]!r}" if lines else "Your script printed nothing"
 
     def error(self) -> str:
-        """Return the first error of a rank and its line in the script, or the exit codes if no rank raised an error."""
+        """Return the first error and the script line that raised it, or the exit codes if no rank raised an error."""
         stderr = self.stderr_path.read_text(errors="replace")
         if begin := re.search(r"^(\[rank\d+\]: ?|)Traceback .*", stderr, re.MULTILINE):
             lines = [

@@ -1,4 +1,4 @@
-"""Exercises for 09_what_is_not_synced on gradient clipping, unequal batch counts, and synchronized BatchNorm."""
+"""Exercises for notebook 09_what_is_not_synced: gradient clipping, unequal batch counts, and synchronized BatchNorm."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -83,7 +83,7 @@ def _clip_sharded(
 
 
 def _clipping(norm_of: Callable[..., float], *, scaled: str = "all", shortens_only: bool = True) -> Answer:
-    """Return the solution with a different norm, or with a mistake in the scaling."""
+    """Return a variant of the solution with a different norm, or with a mistake in the scaling."""
 
     def answer(
         shards: Sequence[torch.Tensor], replicated: Sequence[torch.Tensor], limit: float, sum_over_ranks: Sum
@@ -170,7 +170,7 @@ def _one_story(world: World, answer: Answer, counts: list[int]) -> list[str | No
             yield batch
 
     def meet(what: str, flag: bool = False) -> bool:
-        """Replace all collectives of the answer, so that differences between the ranks' calls are detected."""
+        """Replace all collectives in the answer, and detect differences between the ranks' calls."""
         gathered = all_gather(world, (what, flag))
         doing = ", while ".join(f"rank {rank} {each}" for rank, (each, _) in enumerate(gathered))
         on_a_cluster = "On a cluster, the ranks would wait for each other forever."
@@ -509,7 +509,7 @@ def _data_sum(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _sums(x: torch.Tensor, total: Sum) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return the mean, variance and count, computed from one sum over the ranks of x, x squared and the count."""
+    """Return the mean, variance and count, computed from one all-reduce of the sum, sum of squares and count."""
     first, second, count = total(torch.stack([x.sum(0), x.square().sum(0), torch.ones_like(x).sum(0)]))
     return first / count, second / count - (first / count).square(), count
 
@@ -535,7 +535,7 @@ def _norm_with(
     batch_in_eval: bool = False,
     reduced_weight: bool = False,
 ) -> Answer:
-    """Return a layer with different statistics, or with a different mistake."""
+    """Return a variant of the solution that uses different statistics, or that contains a different mistake."""
 
     class Layer(_SyncNorm):
         def forward(self, x: torch.Tensor) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""Single-process reference for `train_script` in 06_plain_torch, with variants that make common mistakes.
+"""Single-process reference for the exercise `plain_torch.train_script`, with variants that make common mistakes.
 
 A run prints the loss and the number of letters for each step. The number of letters reveals which words the run read,
 and the loss reveals how the run weighted the words. To diagnose an incorrect answer, the check simulates common
@@ -24,7 +24,7 @@ _CLOSE = 1e-3  # tolerance between losses, which may be printed with four digits
 
 
 class Line(NamedTuple):
-    """Printed line of a step, with the step number (from 1), and the loss and number of letters over all ranks."""
+    """Line printed for a step, with the step number (from 1), and the loss and number of letters over all ranks."""
 
     step: int
     loss: float
@@ -46,7 +46,7 @@ def _number(text: str) -> float:
 
 @cache
 def make_words() -> tuple[Tensor, Tensor]:
-    """Return the inputs and targets of 200 words from the stories, both of shape (200, 13).
+    """Return the inputs and targets of 200 words from the course's stories, both of shape (200, 13).
 
     The inputs are the letters of each word, and the targets are the next letters. The codes of a to z are 1 to 26.
     Code 0 marks the start and the end of a word. Padding targets are -100.
@@ -81,7 +81,7 @@ _REPORTS = {"": "", "own": "The number of letters includes only rank 0's letters
 
 
 def _read(order: str = "", share: str = "", drop: bool = False, epoch: int = 0) -> Iterator[list[Sequence[int]]]:
-    """Yield, for each step from the start of `epoch`, the word indices that each of two ranks reads."""
+    """Yield, for each step from the start of `epoch`, the indices of the words that each of two ranks reads."""
     step = {"": BATCH, "each": 2 * BATCH, "same": BATCH, "half": BATCH // 2}[share]
     for number in count(epoch):
         generator = torch.Generator().manual_seed(0 if order == "first" else number)
@@ -92,7 +92,7 @@ def _read(order: str = "", share: str = "", drop: bool = False, epoch: int = 0) 
 
 
 def _letters(steps: Iterator[list[Sequence[int]]], many: int, ranks: slice = slice(None)) -> list[int]:
-    """Return the number of letters that `ranks` read in each of the first `many` steps."""
+    """Return the number of letters that the ranks in the slice `ranks` read in each of the first `many` steps."""
     of_word = _lengths()
     return [sum(of_word[word] for part in step[ranks] for word in part) for step in islice(steps, many)]
 
@@ -103,7 +103,7 @@ def _lengths() -> list[int]:
 
 
 def _wrong_words(lines: Sequence[Line]) -> str:
-    """Return an explanation of which wrong words a run read from step 1 on, or "" if the words are right."""
+    """Return an explanation of the wrong words that a run read from step 1 on, or "" if all words are correct."""
     found = [line.letters for line in lines]
     for order, share, drop, report in product(_ORDERS, _SHARES, _DROPS, _REPORTS):
         if found == _letters(_read(order, share, drop), len(lines), slice(1 if report else 2)):
@@ -153,7 +153,7 @@ class Course(NamedTuple):
 
 @lru_cache(maxsize=16)
 def course(steps: int, gradient: str = "") -> Course:
-    """Simulate a run on two ranks in this process, with the right gradient or with the mistake `gradient`."""
+    """Simulate a run on two ranks in this process, with the correct gradient or the mistake that `gradient` names."""
     words = make_words()
     reports: dict[str, list[Line]] = {name: [] for name in _LOSSES}
     with torch.random.fork_rng(devices=[]):
@@ -195,7 +195,7 @@ def _sum(model: nn.Module, part: Sequence[Tensor]) -> Tensor:
 
 
 def _wrong_losses(lines: Sequence[Line]) -> str:
-    """Return an explanation of wrong losses in a run that read the right words, or "" if the losses are right."""
+    """Return an explanation of wrong losses in a run that read the correct words, or "" if all losses are correct."""
     for loss, gradient in product(_LOSSES, _GRADIENTS):
         if not _apart(lines, course(len(lines), gradient).reports[loss]):
             return " ".join(filter(None, (loss, _GRADIENTS[gradient])))
@@ -209,7 +209,7 @@ def _wrong_losses(lines: Sequence[Line]) -> str:
 
 
 def _apart(lines: Sequence[Line], right: Sequence[Line]) -> str:
-    """Return a description of the first step with a wrong loss, or "" if all losses are right."""
+    """Return a description of the first step with a wrong loss, or "" if all losses are correct."""
     for mine, yours in zip(right, lines, strict=False):
         if not abs(mine.loss - yours.loss) < _CLOSE:
             return f"The loss of step {mine.step} must be {mine.loss:.4f}, got {yours.loss:.4f}."
@@ -220,7 +220,7 @@ def _apart(lines: Sequence[Line], right: Sequence[Line]) -> str:
 
 
 def wrong_from_the_start(lines: Sequence[Line]) -> str:
-    """Return an explanation of wrong lines in a run that started at step 1, or "" if all lines are right."""
+    """Return an explanation of wrong lines in a run that started at step 1, or "" if all lines are correct."""
     if not lines:
         return ""
     if [line.step for line in lines] != list(range(1, len(lines) + 1)):
@@ -231,7 +231,7 @@ def wrong_from_the_start(lines: Sequence[Line]) -> str:
 
 
 def wrong_after_resuming(lines: Sequence[Line], saved: int) -> str:
-    """Return an explanation of wrong lines in a run that resumed after step `saved`, or "" if all lines are right."""
+    """Return an explanation of wrong lines in a run that resumed after step `saved`, or "" if there are none."""
     if not lines:
         return ""
     steps = [line.step for line in lines]

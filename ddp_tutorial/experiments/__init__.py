@@ -1,8 +1,8 @@
 """Run notebooks as experiments and compare their results.
 
-`execute` runs a notebook with parameters, `notebooks` re-executes the project's notebooks, `sweeps` runs a notebook
-over a grid of parameters, and `tables` compares the results. `arms` times several variants of the same training step,
-and `scaling` predicts the step time on more ranks.
+`execute` runs a notebook with parameters, and `notebooks` re-executes the project's notebooks. `sweeps` runs a notebook
+over a grid of parameters, and `tables` compares the results. `arms` compares the step times of several variants of
+a training step, and `scaling` predicts the step time on more ranks.
 """
 
 import lazy_loader

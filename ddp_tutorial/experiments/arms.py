@@ -6,8 +6,8 @@
 
     turns = launch(compare, 2, config)[0]     # name -> a list of turns, each {"step": s, "data": s, "compute": s, ...}
 
-Because the arms take turns, background load on the machine affects all of them equally. Each step is identical to the
-trainer's step, but without logging, evaluation or checkpoints.
+The variants (arms) take turns, so that background load on the machine affects all of them equally. Each step is
+identical to the trainer's step, but without logging, evaluation or checkpoints.
 """
 
 import statistics
@@ -60,7 +60,7 @@ class Arm:
 
 
 def make_step(config: TaskConfig, world: World) -> TrainStep:
-    """Return a step of the task that `config` specifies. Collective.
+    """Return a training step for the task that `config` specifies. Collective.
 
     Raises:
         ConfigError: If the dataset contains fewer samples than there are ranks.
@@ -87,8 +87,8 @@ def run_interleaved(
         turns: The number of recorded turns per arm.
 
     Returns:
-        The turns of each arm. A turn maps "step" to the time per step in seconds until all ranks are done. It also maps
-        each part of the step to the number of seconds that this rank spent in that part.
+        The turns of each arm. A turn maps "step" to the seconds per step, measured until all ranks are done. It also
+        maps each part of the step to the seconds per step that this rank spent in that part.
     """
     taken: dict[Name, list[Turn]] = {name: [] for name in arms}
     for number in range(turns + 1):
@@ -120,7 +120,7 @@ def _meet(world: World) -> None:
 
 
 def medians(turns: Mapping[Name, Sequence[Turn]]) -> dict[Name, Turn]:
-    """Return the median of each part over the turns of each arm.
+    """Return, for each arm, the median time of each part of a step.
 
     The sum of the parts' medians only approximately equals the median step time.
     """
@@ -130,6 +130,6 @@ def medians(turns: Mapping[Name, Sequence[Turn]]) -> dict[Name, Turn]:
 
 
 def by_repeat(turns: Sequence[Turn], repeats: int, part: str = "step") -> list[float]:
-    """Split an arm's turns into `repeats` consecutive groups of equal size, and return one part's median per group."""
+    """Split an arm's turns into `repeats` equal consecutive groups, and return each group's median of `part`."""
     length = len(turns) // repeats
     return [statistics.median(turn[part] for turn in turns[i * length : (i + 1) * length]) for i in range(repeats)]

@@ -1,7 +1,7 @@
 """Execute notebooks as experiments: check the parameters, run papermill, and show progress in the terminal.
 
 A notebook run is successful if papermill exits with code 0 and the notebook has written `result.json` as its last
-action. The executed notebook's metadata is not sufficient, because its status is "completed" even if the kernel died.
+action. The executed notebook's recorded status is not sufficient, because it is "completed" even if the kernel died.
 """
 
 import json
@@ -41,7 +41,7 @@ def read_parameters(cls: type[SomeConfig], names: Mapping[str, Any], also: tuple
     """Return the config that a notebook's parameters specify.
 
     Call this function right after the parameters cell, as in `config = read_parameters(TaskConfig, globals())`. Every
-    plain value among the globals is treated as a parameter.
+    public global that is not a module, a callable or None is treated as a parameter.
 
     Args:
         cls: The config class.
@@ -75,7 +75,7 @@ def open_folder(name: str, kind: str) -> Path:
     An existing `result.json` in the folder is removed, so a `result.json` always belongs to the current run.
 
     Args:
-        name: The folder under `runs/`. If empty, a new folder is named after `kind` and the current time.
+        name: The folder under `runs/`. If `name` is empty, the folder is named after `kind` and the current time.
         kind: The kind of experiment.
     """
     folder = RUNS / name if name else new_directory(RUNS, time.strftime(f"{kind}-%Y%m%d-%H%M%S"))
@@ -85,7 +85,7 @@ def open_folder(name: str, kind: str) -> Path:
 
 
 def write_result(folder: Path, parameters: Mapping[str, Any], metrics: Mapping[str, Any], **others: Any) -> None:
-    """Write `result.json`. This is the last action of an experiment.
+    """Write `result.json`. An experiment must call this function as its last action.
 
     Args:
         folder: The experiment's folder.
@@ -123,7 +123,7 @@ def run_main_job(steps: int = 600) -> None:
 def _sensible_ranks() -> int:
     """Return the number of ranks for `make run`: one per GPU if there are at least two GPUs, otherwise 2.
 
-    Also print one line about the expected result on this machine.
+    Depending on the hardware, also print one line about the expected behavior.
     """
     import torch
 
@@ -148,7 +148,7 @@ def run_notebook(notebook: Path, folder: Path, parameters: Mapping[str, Any]) ->
     Args:
         notebook: The notebook to execute.
         folder: The folder for the outputs.
-        parameters: The notebook's parameters. The parameter `name` must be the path of `folder` under `runs/`.
+        parameters: The notebook's parameters. The parameter `name` must be the path of `folder` relative to `runs/`.
 
     Raises:
         NotebookError: If the notebook failed or did not write `result.json`.
@@ -158,7 +158,7 @@ def run_notebook(notebook: Path, folder: Path, parameters: Mapping[str, Any]) ->
     executed = folder / notebook.name
     if code or not (folder / "result.json").is_file():
         raise NotebookError(
-            f"{notebook.name} did not finish (papermill's exit code: {code}). "
+            f"{notebook.name} did not finish (papermill exited with code {code}). "
             f"Its outputs so far are in {executed}. The last lines of its log:\n" + "\n".join(last_lines(folder))
         )
     write_page(executed, executed.with_suffix(".html"))
@@ -171,7 +171,7 @@ def execute(
     look: Callable[[], object] = lambda: None,
     limit: float | None = None,
 ) -> int | None:
-    """Execute `notebook` with papermill into `folder`.
+    """Execute `notebook` with papermill, and write the output to `folder`.
 
     When this function returns, all processes that it started have exited. The parameters are passed in a YAML file to
     preserve their types; papermill would guess the types of command-line arguments.
@@ -225,7 +225,7 @@ def end_processes_of(folder: Path) -> None:
     """Kill all processes of notebook runs that write to `folder` or its subfolders.
 
     If a kernel crashes, its child processes keep running. If the process that called `execute` is killed, papermill
-    keeps running. All these processes inherit an environment variable, which identifies them if their parent exits.
+    keeps running. All processes inherit an environment variable, which identifies them even if their parent exits.
     """
     top = folder.resolve()
     kill_tagged(_MARK, lambda mark: Path(mark).is_relative_to(top))
@@ -237,7 +237,7 @@ def last_lines(folder: Path, count: int = 15) -> list[str]:
 
 
 class _Follower:
-    """Progress bars for the runs under a folder, updated from their log files."""
+    """Progress bars for the runs under a folder, updated from the runs' log files."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder

@@ -46,10 +46,10 @@ class Chapter(NamedTuple):
 
 
 def chapters() -> list[Chapter]:
-    """Return all notebooks in the order of the README, which also defines the parts.
+    """Return all notebooks in the order of the README, which also groups them into parts.
 
-    Notebooks that are not listed in the README are returned last, with an empty part name. Without a README, this
-    applies to all notebooks. The metadata of an installed package contains its README.
+    Notebooks that are not listed in the README are returned last, with an empty part name. Without a README, all
+    notebooks have an empty part name. The metadata of an installed package contains the README.
     """
     readme = NOTEBOOKS.parent / "README.md"
     if PROJECT == PACKAGE:
@@ -84,7 +84,7 @@ def refresh(paths: Sequence[Path] = (), *, everything: bool = False) -> None:
 
     if not paths and PROJECT == PACKAGE:
         raise ConfigError(
-            "the notebooks of the installed package are not executed in place. To work with them, copy them to a new "
+            "the installed package's notebooks cannot be executed in place. To work with them, copy them to a new "
             "folder: ddp-tutorial copy-notebooks FOLDER"
         )
     for path in paths or find_notebooks():
@@ -100,13 +100,13 @@ def refresh(paths: Sequence[Path] = (), *, everything: bool = False) -> None:
 
 
 def copy_notebooks(folder: Path) -> None:
-    """Copy the notebooks to `folder/notebooks`, without outputs, and their data to `folder/data`.
+    """Copy the notebooks without their outputs to `folder/notebooks`, and copy the notebooks' data to `folder/data`.
 
     Args:
-        folder: A new folder.
+        folder: The path of a new folder.
 
     Raises:
-        FileExistsError: If the folder exists.
+        FileExistsError: If the folder already exists.
     """
     with directory_written_atomically(folder) as unfinished:
         for path in find_notebooks():
@@ -117,7 +117,7 @@ def copy_notebooks(folder: Path) -> None:
 
 
 def _without_outputs(text: str) -> str:
-    """Return the text of a notebook file without outputs.
+    """Return the JSON text of a notebook file, with all outputs removed.
 
     This function does not import packages that only the notebooks require.
     """
@@ -140,7 +140,7 @@ def save_figures(notebook: Any) -> None:
 
 
 def execute(notebook: Any, folder: Path) -> None:
-    """Run all cells in a new kernel with working directory `folder`, then `tidy` the notebook.
+    """Run all cells in a new kernel with working directory `folder`, then call `tidy` on the notebook.
 
     If a cell fails, the kernel's exception is raised.
     """
@@ -163,7 +163,7 @@ def execute(notebook: Any, folder: Path) -> None:
 
 
 def tidy(notebook: Any) -> None:
-    """Remove everything that differs if the same source is executed twice, and store a digest of the source."""
+    """Remove data that belongs to a single execution, such as timestamps, and store a digest of the source."""
     counted = 0
     taken: set[str] = set()
     for cell in notebook.cells:
@@ -187,7 +187,7 @@ def tidy(notebook: Any) -> None:
 def _static(output: Any) -> Any:
     """Return the part of an output that is meaningful without a kernel.
 
-    Only the PNG image of a widget is kept. Progress output is removed.
+    For a widget, only the PNG image is kept. Progress output is removed.
     """
     data = output.get("data", {})
     if WIDGET in data:
@@ -199,7 +199,7 @@ def _static(output: Any) -> Any:
 
 
 def _smaller(png: str) -> str:
-    """Return the image without its alpha channel if it is fully opaque. This reduces the size by an eighth."""
+    """Return an image without its alpha channel if the image is fully opaque. This reduces the size by one eighth."""
     from PIL import Image
 
     picture: Image.Image = Image.open(io.BytesIO(base64.b64decode(png)))

@@ -19,10 +19,10 @@ CELL_SECONDS = 60  # timeout for the two cells of one point
 
 
 def resolve(notebook: str, cells: Sequence[str], points: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Return, for each point, a dict of the configs that the notebook's cells create, by variable name.
+    """Return, for each point, a dict that maps variable names to the configs that the notebook's cells create.
 
     Args:
-        notebook: The notebook's name in error messages.
+        notebook: The notebook's name, for error messages.
         cells: The sources of the parameters cell and of the cell that checks the parameters.
         points: The parameters of each point, as papermill would pass them.
 

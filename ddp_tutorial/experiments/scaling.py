@@ -1,8 +1,8 @@
-"""Predict the step time on more ranks with a model of computation, communication and their overlap.
+"""Model computation, communication and their overlap to predict the step time on more ranks.
 
-The model is fitted to measurements on one and two ranks. Strong scaling keeps the global batch size: additional ranks
-reduce the computation per rank but not the communication, which limits the speedup (Amdahl, 1967). Weak scaling keeps
-the batch size per rank, so the computation per rank does not shrink (Gustafson, 1988).
+The model is fitted to measurements on one and two ranks. Strong scaling keeps the global batch size constant.
+Additional ranks reduce the computation per rank but not the communication, which limits the speedup (Amdahl, 1967).
+Weak scaling keeps the batch size per rank constant, so the computation per rank does not shrink (Gustafson, 1988).
 """
 
 import math
@@ -39,7 +39,7 @@ class StepModel:
         link: The link between neighbors in the all-reduce ring.
         buckets: The number of all-reduces per step.
         overlap: The fraction of the overlappable communication that actually overlaps with the backward pass.
-            Communication can overlap for at most as long as the backward pass takes.
+            The overlap cannot last longer than the backward pass.
         sharing: The factor by which computation slows down when several ranks run on the same machine.
     """
 
@@ -65,9 +65,9 @@ class StepModel:
         return (self.fixed + self.per_sample * samples) * (self.sharing if ranks > 1 else 1.0)
 
     def communication(self, ranks: int) -> float:
-        """Return the time in seconds of a step's all-reduces, including the overlapped part.
+        """Return the total duration in seconds of a step's all-reduces, including the overlapped part.
 
-        Each all-reduce over p ranks requires 2 (p - 1) messages, each of which contains 1 / p of the bytes.
+        In an all-reduce over p ranks, each rank sends 2 (p - 1) messages, each of which contains 1 / p of the bytes.
         """
         return self.buckets * self.link.ring_seconds(self.nbytes / self.buckets, ranks)
 
@@ -84,7 +84,7 @@ class StepModel:
         Args:
             batch: The global batch size.
             ranks: The number of ranks.
-            cores: The number of cores of the machine that all ranks share. If there are fewer cores than ranks, the
+            cores: The number of cores that all ranks share on one machine. If there are fewer cores than ranks, the
                 ranks take turns to compute and to send data. Within one machine, sending means copying.
         """
         if batch < 1 or ranks < 1 or (cores is not None and cores < 1):
@@ -96,15 +96,15 @@ class StepModel:
     def strong_efficiency(self, batch: int, ranks: int, cores: int | None = None) -> float:
         """Return the speedup over one rank with the same global batch, divided by the number of ranks.
 
-        If there are fewer `cores` than ranks, the speedup is divided by the number of cores.
+        If there are fewer `cores` than ranks, the speedup is divided by the number of cores instead.
         """
         working = min(ranks, cores or ranks)
         return self.seconds(batch) / (working * self.seconds(batch, ranks, cores))
 
     def weak_efficiency(self, batch: int, ranks: int, cores: int | None = None) -> float:
-        """Return the throughput with `batch` samples per rank, relative to one rank and divided by the number of ranks.
+        """Return the throughput for `batch` samples per rank, divided by one rank's throughput and the number of ranks.
 
-        If there are fewer `cores` than ranks, the throughput is divided by the number of cores.
+        If there are fewer `cores` than ranks, the number of cores replaces the number of ranks in the division.
         """
         working = min(ranks, cores or ranks)
         return ranks * self.seconds(batch) / (working * self.seconds(batch * ranks, ranks, cores))
@@ -114,8 +114,8 @@ class StepModel:
 
         Args:
             link: The link between the machines.
-            faster: The factor by which each rank computes faster.
-            larger: The factor by which the parameters, the gradient bytes and the work per sample grow.
+            faster: The speedup of each rank's computation.
+            larger: The factor by which the number of parameters, the gradient size and the computation per sample grow.
         """
         nbytes, work = self.nbytes * larger, larger / faster
         return replace(
@@ -142,15 +142,15 @@ def fit_step(
     """Fit a `StepModel` to measurements on one rank and on `ranks` ranks.
 
     Args:
-        alone: The step times in seconds on one rank, by number of samples.
-        side_by_side: The global batch size, and the step time in seconds on all ranks without all-reduces.
-        all_reduces: The all-reduce times in seconds on all ranks, by number of bytes.
-        trained: The global batch size, and the step time in seconds on all ranks with all-reduces.
+        alone: Dict that maps each number of samples to the step time in seconds on one rank.
+        side_by_side: Tuple of the global batch size and the step time in seconds on all ranks without all-reduces.
+        all_reduces: Dict that maps each number of bytes to the all-reduce time in seconds on all ranks.
+        trained: Tuple of the global batch size and the step time in seconds on all ranks with all-reduces.
         nbytes: The size of the gradients in bytes.
         buckets: The number of all-reduces per step.
         ranks: The number of ranks.
-        trained_on: The simulated link of the `trained` measurement, or None for a real link. A slow link reveals the
-            overlap best.
+        trained_on: The simulated link of the `trained` measurement, or None for a real link. A slow link gives the
+            best estimate of the overlap.
 
     Raises:
         ValueError: If no model fits the measurements.
@@ -172,7 +172,7 @@ def fit_step(
 
 
 def _overlap(model: StepModel, samples: float, ranks: int, seconds: float) -> float:
-    """Return the overlapped fraction of the overlappable communication if a step took `seconds` seconds."""
+    """Return the overlapped fraction of the overlappable communication in a step that took `seconds` seconds."""
     computing, sending = model.compute(samples, ranks), model.communication(ranks)
     hideable = min(sending, BACKWARD * computing)
     hidden = sending - (seconds - computing)

@@ -1,9 +1,9 @@
 """Simulate many ranks on a machine with few cores.
 
 The ranks sleep instead of computing, but their communication is real. A sleeping rank needs no core. Therefore, 32
-ranks on two cores are as fast as on 32 machines if the network is the bottleneck. To make the network the bottleneck,
-simulate a low rate, such as 10 Mbit/s. The messages, their timing and their overlap match a
-training run: the backward pass sleeps layer by layer, and each layer's gradient is ready when its sleep ends.
+ranks run as fast on two cores as on 32 machines if the network is the bottleneck. To make the network the bottleneck,
+simulate a low bandwidth, such as 10 Mbit/s. The messages, their timing and their overlap match those of a training run.
+The backward pass sleeps layer by layer, and a layer's gradient is ready when the layer's sleep ends.
 """
 
 import math
@@ -25,9 +25,9 @@ class Sleeper:
     """The timing and size of a simulated model, whose forward pass takes a third of the total time.
 
     Attributes:
-        fixed: Time per step in seconds, for any number of samples.
+        fixed: Time per step in seconds, regardless of the number of samples.
         per_sample: Additional time per sample in seconds.
-        nbytes: Size in bytes of the weights in all layers, and also of the gradients.
+        nbytes: Size in bytes of all layers' weights, which is also the size of the gradients.
         layers: The number of layers.
     """
 
@@ -37,7 +37,7 @@ class Sleeper:
     layers: int = 8
 
     def seconds(self, samples: int) -> float:
-        """Return the time in seconds of a forward and backward pass for `samples` samples."""
+        """Return the total duration in seconds of a forward and a backward pass on `samples` samples."""
         return self.fixed + self.per_sample * samples
 
 
@@ -57,7 +57,7 @@ class _Sleep(torch.autograd.Function):
 
 
 class SleepingModel(nn.Module):
-    """A module with the timing and size of a `Sleeper`."""
+    """A module with the timing and size that a `Sleeper` specifies."""
 
     def __init__(self, sleeper: Sleeper) -> None:
         """Create the layers' weights."""
@@ -67,7 +67,7 @@ class SleepingModel(nn.Module):
         self.weights = nn.ParameterList(torch.zeros(floats) for _ in range(sleeper.layers))
 
     def forward(self, samples: int) -> torch.Tensor:
-        """Sleep for the time of the forward pass, and return a scalar loss."""
+        """Sleep for the duration of the forward pass, and return a scalar loss."""
         total = torch.zeros(())
         for weight in self.weights:
             total = _Sleep.apply(total, weight, self.sleeper.seconds(samples) / 3 / self.sleeper.layers)
@@ -77,7 +77,7 @@ class SleepingModel(nn.Module):
 def sleeping_step(sleeper: Sleeper, batch: int, team: World, ddp: DDPConfig) -> Callable[[], None]:
     """Return a function that runs a training step on a global batch of `batch` samples. Collective.
 
-    The function returns when this rank has received the mean of the gradients of all ranks in `team`.
+    The function returns when this rank has received the gradients averaged over all ranks in `team`.
     """
     model = data_parallel(SleepingModel(sleeper), team, ddp)
 

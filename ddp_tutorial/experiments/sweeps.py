@@ -7,8 +7,8 @@
 
 Each point runs in its own process and has a key derived from its parameters and the code. If a point with the same key
 has already finished, the sweep skips it. Therefore, an interrupted sweep resumes with the next point, and a modified
-sweep runs only its new points. All points run once before any point is repeated, so that a slow period of the machine
-affects all of them equally.
+sweep runs only its new points. All points run once before any point is repeated, so that a temporary slowdown of the
+machine affects all points equally.
 """
 
 import ast
@@ -64,9 +64,9 @@ def read_grid(settings: Sequence[str]) -> Grid:
         key, equals, text = setting.partition("=")
         key, text = key.strip(), text.strip()
         if not equals or not _is_name(key):
-            raise ConfigError(f"a setting must have the form key=value,value, such as source=a,b, got {setting!r}")
+            raise ConfigError(f"a setting must have the form KEY=VALUE1,VALUE2, such as source=a,b, got {setting!r}")
         if key in grid:
-            raise ConfigError(f"{key!r} is set twice; write {key}=value,value")
+            raise ConfigError(f"{key!r} is set twice; to sweep over several values, write {key}=VALUE1,VALUE2")
         grid[key] = values = _values(setting, text)
         if twice := _repeated([_as_json(setting, value) for value in values]):
             raise ConfigError(f"{key!r} lists the value {twice} twice; to repeat a point, use --repeats")
@@ -83,7 +83,7 @@ def _repeated(encoded: Sequence[str]) -> str | None:
 
 
 def _values(setting: str, text: str) -> list[Any]:
-    """Return the values in `text`, parsed as a YAML list without brackets, or the values in the file named after "@".
+    """Return the values in `text`, parsed as a YAML list without brackets, or the values in FILE if `text` is "@FILE".
 
     Unlike in YAML, a trailing comma is an error.
     """
@@ -173,16 +173,16 @@ def _as_json(setting: str, value: Any) -> str:
         return json.dumps(value, sort_keys=True, allow_nan=False)
     except (TypeError, ValueError):
         raise ConfigError(
-            f"{setting!r}: values must be text, finite numbers, or lists and mappings of these, got {value}"
+            f"{setting!r}: values must be strings, finite numbers, or lists and mappings of these, got {value}"
         ) from None
 
 
 def expand_grid(
     grid: Grid, repeats: int, points: Sequence[Mapping[str, Any]] = ({},)
 ) -> list[tuple[dict[str, Any], int]]:
-    """Return every combination of the values with repeat 1, in the given order, then with repeat 2, and so on.
+    """Return all combinations with repeat number 1, in the given order, then all with repeat number 2, and so on.
 
-    Each point is combined with all values of the grid.
+    Each element of `points` is combined with every combination of the values in `grid`.
     """
     combinations = [
         {**point, **dict(zip(grid, values, strict=True))} for point in points for values in product(*grid.values())
@@ -204,14 +204,14 @@ def nested(parameters: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def key_of(parameters: Mapping[str, Any], resolved: Mapping[str, Any], repeat: int, code: str) -> str:
-    """Return a key that identifies the parameters, resolved configs, repeat and code."""
+    """Return a key that identifies the parameters, resolved configs, repeat number and code."""
     return sha256_of_json({"parameters": dict(parameters), "resolved": dict(resolved), "repeat": repeat, "code": code})[
         :16
     ]
 
 
 def folder_of(parameters: Mapping[str, Any], repeat: int, key: str) -> str:
-    """Return a point's folder name, which consists of its parameters, repeat and key, in shortened form."""
+    """Return a point's folder name, which is a shortened form of the point's parameters, repeat number and key."""
     words = [f"{name}-{value if isinstance(value, str) else json.dumps(value)}" for name, value in parameters.items()]
     name = _clean("_".join(words))[:80].rstrip("._-") or "defaults"
     return f"{name}.repeat-{repeat}.{key[:8]}"
@@ -238,7 +238,7 @@ def code_version(notebook: Any, package: Path = PACKAGE) -> str:
 
 @dataclass(frozen=True)
 class Parameters:
-    """The source of a notebook's `parameters` cell, and of the next cell if it calls `read_parameters`."""
+    """The source of a notebook's `parameters` cell, and of the next cell if that cell calls `read_parameters`."""
 
     notebook: str
     source: str
@@ -246,7 +246,7 @@ class Parameters:
 
     @property
     def names(self) -> list[str]:
-        """The names that the parameters cell assigns."""
+        """The names of the variables that the parameters cell assigns."""
         targets: list[ast.expr | None] = []
         for node in ast.parse(self.source).body:
             targets += node.targets if isinstance(node, ast.Assign) else [getattr(node, "target", None)]
@@ -255,8 +255,8 @@ class Parameters:
     def resolve(self, points: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
         """Return the configs that the notebook creates for each point.
 
-        For each point, the two cells are executed in a separate process. Therefore, a mistake in the last point is
-        reported before the first point runs.
+        For each point, the parameter cells are executed in a separate process. Therefore, a mistake in the last point
+        is reported before the first point runs.
 
         Raises:
             ConfigError: If the notebook rejects the parameters of a point.
@@ -274,7 +274,7 @@ def parameters_in(notebook: Any, name: str) -> Parameters:
     """Return the parameters of a notebook.
 
     Raises:
-        ConfigError: If the notebook does not contain exactly one `parameters` cell, or lacks the parameter `name`.
+        ConfigError: If the notebook does not contain exactly one `parameters` cell, or the cell does not assign `name`.
     """
     code = [cell for cell in notebook.cells if cell.cell_type == "code"]
     places = [place for place, cell in enumerate(code) if "parameters" in cell.metadata.get("tags", [])]
@@ -294,7 +294,7 @@ def parameters_in(notebook: Any, name: str) -> Parameters:
 
 @dataclass(frozen=True)
 class Point:
-    """One run of the sweep's notebook, with its parameters, repeat, key and output folder."""
+    """One run of the sweep's notebook, with its parameters, repeat number, key and output folder."""
 
     parameters: dict[str, Any]
     repeat: int
@@ -303,7 +303,7 @@ class Point:
 
     @property
     def label(self) -> str:
-        """The parameters and the repeat as text."""
+        """The parameters and the repeat number as text."""
         settings = " ".join(f"{name}={value}" for name, value in self.parameters.items())
         return f"{settings} repeat={self.repeat}".strip()
 
@@ -313,7 +313,7 @@ class Point:
         return {**nested(self.parameters), "name": self.folder.relative_to(RUNS).as_posix()}
 
     def command(self, notebook: Path) -> str:
-        """Return a shell command that runs this point alone; papermill writes the notebook to the current directory."""
+        """Return a shell command that runs only this point and saves the executed notebook in the current directory."""
         # Papermill reads YAML 1.1, which requires 1.0e-05 and parses JSON's 1e-05 as a string.
         arguments = yaml.safe_dump(self.arguments, default_flow_style=True, sort_keys=False, width=sys.maxsize).strip()
         runs = [] if Path("runs") == RUNS else ["env", f"DDP_TUTORIAL_RUNS={RUNS}"]
@@ -345,7 +345,7 @@ class Plan:
 def plan_sweep(
     notebook: Path, settings: Sequence[str], repeats: int = 1, name: str = "", file: Path | None = None
 ) -> Plan:
-    """Return the points of a sweep, without writing any files.
+    """Return the validated plan of a sweep, without writing any files.
 
     Args:
         notebook: The path of a notebook, or the name of one of the project's experiments, such as `train`.
@@ -355,7 +355,7 @@ def plan_sweep(
         file: A file with points, which are combined with the settings; see `read_points`.
 
     Raises:
-        ConfigError: If the settings or the points are invalid, or the notebook would reject a point.
+        ConfigError: If the settings or the points are invalid, or if the notebook would reject a point.
     """
     grid, from_file = read_grid(settings), read_points(file) if file else [{}]
     if twice := [key for key in grid if key in from_file[0]]:
@@ -366,13 +366,13 @@ def plan_sweep(
     reserved = [key for key in (*from_file[0], *grid) if key == "name" or key in FIXED]
     if reserved:
         raise ConfigError(
-            f"{reserved[0]!r} cannot be swept: this name is reserved for a parameter that the sweep sets or a "
-            "column of its table. Sweep a different parameter"
+            f"{reserved[0]!r} cannot be swept: this name is reserved for a parameter that the sweep sets, or "
+            "for a column of its table. Sweep a different parameter"
         )
     name = name or _clean(notebook.stem) or "sweep"
     if not _FOLDER.fullmatch(name):
         raise ConfigError(
-            "the name of a sweep must be a folder name (letters, digits, '-', '_' and '.', not starting with '-' or "
+            "a sweep's name must be a folder name (letters, digits, '-', '_' and '.', not starting with '-' or "
             f"'.'), got {name!r}. The sweep is stored in {SWEEPS}/NAME"
         )
     folder = SWEEPS / name
@@ -387,7 +387,7 @@ def plan_sweep(
 
 
 def experiments_by_name() -> dict[str, Path]:
-    """Return the notebook path of each of the project's experiments, by name, such as `train`."""
+    """Return a dict that maps the names of the project's experiments, such as `train`, to notebook paths."""
     return {path.stem: path for path in sorted(COMPARE.parent.glob("*.ipynb"))}
 
 
@@ -432,7 +432,7 @@ class Outcome:
 
 
 class SweepInterruptedError(KeyboardInterrupt):
-    """Raised when a sweep is interrupted. The current point was terminated, and finished points are kept."""
+    """Raised when a sweep is interrupted. The current point has been terminated, and finished points are kept."""
 
     def __init__(self, done: int, points: int) -> None:
         """Build a message with the number of finished points and instructions for resuming."""
@@ -451,7 +451,7 @@ def run_sweep(plan: Plan, timeout: float, report: Callable[[str], object]) -> Ou
 
     Raises:
         ConfigError: If a different sweep is running in the same folder.
-        SweepInterruptedError: If the sweep was interrupted.
+        SweepInterruptedError: If the sweep is interrupted.
         NotebookError: If the comparison failed.
     """
     plan.folder.mkdir(parents=True, exist_ok=True)
@@ -493,7 +493,7 @@ def _run_points(plan: Plan, timeout: float, report: Callable[[str], object]) -> 
 
 
 def _write_outcome(outcome: Outcome, report: Callable[[str], object]) -> None:
-    """Write the table, and execute the comparison unless it was already executed with the same table."""
+    """Write the table, and run the comparison notebook unless it has already been run on the same table."""
     folder, finished = outcome.plan.folder, len(outcome.plan.points) - len(outcome.failures)
     table, page = folder / "results.csv", folder / "compare.html"
     old = table.read_bytes() if table.is_file() else b""
@@ -526,7 +526,7 @@ def _outcome_of(folder: Path, notebook: str, code: int | None, timeout: float) -
     """Return a point's status, metrics, failed cell and error.
 
     A point counts as finished if papermill exits with code 0 and the notebook's result reports completion. The executed
-    notebook's metadata is not sufficient, because its status is "completed" even if the kernel died.
+    notebook's recorded status is not sufficient, because it is "completed" even if the kernel died.
     """
     cell, error = _failed_cell(folder / notebook)
     try:
@@ -545,7 +545,7 @@ def _outcome_of(folder: Path, notebook: str, code: int | None, timeout: float) -
 
 
 def _failed_cell(executed: Path) -> tuple[str | None, str | None]:
-    """Return the last started cell's number, first line and error, from the executed notebook."""
+    """Return the number, first line and error of the cell that was started last in the executed notebook."""
     try:
         cells = [cell for cell in nbformat.read(executed, as_version=4).cells if cell.cell_type == "code"]
     except Exception:  # the file is missing, or incomplete

@@ -27,7 +27,7 @@ FINISHED = "finished"
 def row_of(parameters: Row, repeat: int, status: str, seconds: float, metrics: Row, key: str) -> dict[str, Any]:
     """Return one row with all metrics that are numbers, strings, booleans or None.
 
-    If a metric has the same name as another column, " (measured)" is appended to its name.
+    If a metric has the same name as another column, " (measured)" is appended to the metric's name.
     """
     plain = {name: value for name, value in metrics.items() if isinstance(value, bool | int | float | str | None)}
     taken = {*parameters, *FIXED}
@@ -36,7 +36,7 @@ def row_of(parameters: Row, repeat: int, status: str, seconds: float, metrics: R
 
 
 def write_table(folder: Path, rows: Sequence[Row]) -> None:
-    """Write `results.parquet` and `results.csv` in `folder`, each atomically."""
+    """Write `results.parquet` and `results.csv` to `folder`, each atomically."""
     import pyarrow as pa
     from pyarrow import csv, parquet
 
@@ -65,19 +65,19 @@ def read_table(path: str | Path) -> list[dict[str, Any]]:
 
 
 def columns(rows: Sequence[Row]) -> list[str]:
-    """Return all columns. The order is parameters, repeat, status, seconds, metrics by first appearance, and key."""
+    """Return all columns in this order: parameters, repeat, status, seconds, metrics (by first appearance), and key."""
     seen = dict.fromkeys(name for row in rows for name in row)
     return [*(name for name in seen if name not in AFTER_METRICS), *AFTER_METRICS]
 
 
 def parameters_of(rows: Sequence[Row]) -> list[str]:
-    """Return the columns of the swept parameters."""
+    """Return the names of the columns that contain swept parameters."""
     names = columns(rows)
     return names[: names.index(BEFORE_METRICS[0])]
 
 
 def metrics_of(rows: Sequence[Row]) -> list[str]:
-    """Return the columns of numeric metrics, followed by `seconds`, the total time of a point."""
+    """Return the names of the columns with numeric metrics, followed by `seconds`, which is a point's duration."""
     names = columns(rows)
     measured = [name for name in names[names.index(BEFORE_METRICS[-1]) + 1 :] if name not in AFTER_METRICS]
     return [name for name in measured if any(map(_is_number, (row.get(name) for row in rows)))] + ["seconds"]
@@ -123,8 +123,8 @@ def series_of(groups: Sequence[Group]) -> tuple[str, dict[str, dict[str, list[fl
     """Arrange groups for a figure.
 
     Returns:
-        The name of the parameter with the most values, for the x-axis, and one series per combination of the other
-        parameters. A series maps a value of the x-axis parameter to the values of the metric.
+        The name of the parameter with the most distinct values, for the x-axis, and one series per combination of the
+        other parameters. A series maps each value of the x-axis parameter to the metric's values.
     """
     names = list(groups[0].parameters)
     count = {name: len({json.dumps(group.parameters[name]) for group in groups}) for name in names}
@@ -138,7 +138,7 @@ def series_of(groups: Sequence[Group]) -> tuple[str, dict[str, dict[str, list[fl
 
 
 def as_text(groups: Sequence[Group], metric: str) -> str:
-    """Return a table with one line per group, which contains the median, lowest and highest value."""
+    """Return a text table with each group's median, lowest value, highest value and number of repeats on one line."""
     width = max([len(group.label) for group in groups], default=0)
     head = f"{'':{width}} {'median':>12} {'lowest':>12} {'highest':>12} {'repeats':>8}   {metric}"
     lines = [
@@ -158,7 +158,7 @@ class Effect:
         low: The lower end of the interval.
         high: The upper end of the interval.
         confidence: The probability that such an interval contains the true value. With few values, the confidence is
-            below 0.95 even for the full range of the pairs. For two groups of 3 values, for example, it is 0.90.
+            below 0.95 even if the interval spans all pairs. For two groups of 3 values, for example, it is 0.90.
         is_ratio: Whether the effect is a ratio.
     """
 
@@ -184,7 +184,7 @@ class Effect:
 def effect_of(group: Group, baseline: Group) -> Effect:
     """Estimate the ratio of a group's values to those of a baseline.
 
-    The ends of the interval are the k-th smallest and the k-th largest of the pairs' values. The confidence follows
+    The ends of the interval are the k-th smallest and the k-th largest effect over all pairs. The confidence follows
     from the distribution of Mann and Whitney (1947). k is the largest number with a confidence of at least 95 %, or 1
     if there is no such number. The values must be independent. Turns of the same launch are not independent, so an
     interval computed from turns is too narrow.
@@ -204,10 +204,10 @@ def effect_of(group: Group, baseline: Group) -> Effect:
 
 
 def _orders(a: int, b: int) -> list[int]:
-    """Return the number of orders of a + b values in which the first group's value is larger in 0, 1, 2, ... pairs.
+    """Count the orderings of a + b values by the number of pairs in which the first group's value is larger.
 
-    These are the coefficients of the product of (1 - x^(b + i)) / (1 - x^i) over i from 1 to a. The list ends at half
-    of the pairs, because the distribution is symmetric.
+    The counts are the coefficients of the product of (1 - x^(b + i)) / (1 - x^i) over i from 1 to a. The list ends at
+    half the number of pairs, because the distribution is symmetric.
     """
     counts = [1] + [0] * (a * b // 2)
     for i in range(1, a + 1):

@@ -90,11 +90,11 @@ def chunks(rounds: Sequence[Sequence[Sequence[Collection[int]]]], title: str) ->
     """Draw the ranks that have contributed to each chunk, initially and after each round of a ring all-reduce.
 
     A cell lists the contributing ranks. With more than 4 ranks, it shows the number of contributing ranks instead. A
-    chunk that has just been received has a thick frame, and a complete chunk is dark. The second row shows the
-    all-gather.
+    chunk that has just been received has a thick frame, and a complete chunk is dark. The second row of panels shows
+    the all-gather.
 
     Args:
-        rounds: `rounds[k][rank][chunk]` contains the contributing ranks after k rounds.
+        rounds: `rounds[k][rank][chunk]` contains the ranks that have contributed to the chunk after k rounds.
         title: The title of the figure.
     """
     size = len(rounds[0])

@@ -25,9 +25,9 @@ _LOOKS = {
 def lanes(panels: Mapping[str, Sequence["Span"]], title: str) -> Figure:
     """Draw spans in one panel per name, with one row per lane.
 
-    All panels share one time axis in milliseconds. Time zero is the start of each panel's first span. A span's name,
-    such as "gather 2", consists of a kind and a label. The kind determines the color of the box; the label is its text.
-    The kinds are forward, backward, all-reduce, gather and scatter. White areas are time spent waiting or on other
+    All panels share one time axis in milliseconds. In each panel, the first span starts at time zero. A span's name,
+    such as "gather 2", consists of a kind and a label. The kind determines the color of the box, and the box shows the
+    label. The kinds are forward, backward, all-reduce, gather and scatter. White areas represent waiting time or other
     work.
     """
     rows = {name: list(dict.fromkeys(span.lane for span in spans)) for name, spans in panels.items()}

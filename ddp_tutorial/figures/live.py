@@ -1,6 +1,6 @@
 """Sliders that select a figure in a running notebook.
 
-Without a running kernel, for example on a web page of a repository or a book, only the first figure is shown.
+Without a running kernel, for example on the web page of the repository or the book, only the first figure is shown.
 """
 
 import base64
@@ -29,7 +29,7 @@ def explore(
 ) -> _Choice:
     """Return a widget with one slider per argument in `choices`, above the figure for the selected values.
 
-    If `draw` raises `ValueError`, its message appears above the last figure.
+    If `draw` raises `ValueError`, the error message appears above the last figure.
 
     Args:
         draw: A function that takes the selected values as keyword arguments and returns the figure.
@@ -42,7 +42,7 @@ def explore(
     begin = {name: values[0] for name, values in choices.items()} | dict(start or {})
     for name, value in begin.items():
         if name not in choices or value not in choices[name]:
-            raise ValueError(f"start: {value!r} is not one of the values of slider {name!r}")
+            raise ValueError(f"the start value of slider {name!r} must be one of its values, got {value!r}")
     sliders = {
         name: widgets.SelectionSlider(options=list(values), value=begin[name], description=name)
         for name, values in choices.items()

@@ -173,7 +173,7 @@ def measured_and_model(
 
     Args:
         measured: The points (xs, ys) of each measurement, with xs in bytes and ys in seconds.
-        model: The points (xs, ys) of the model's lines, under the same names.
+        model: The points (xs, ys) of the model's lines, by the same names.
         title: The title of the figure.
         xlabel: The label of the x-axis.
         ylabel: The label of the y-axis.
@@ -196,7 +196,7 @@ def measured_and_model(
 
 @styled
 def points(values: Mapping[str, tuple[float, float]], title: str, xlabel: str, ylabel: str) -> Figure:
-    """Draw a labeled point (x, y) for each name on logarithmic scales, with x in bytes."""
+    """Draw a labeled point (x, y) for each name. Both axes are logarithmic, and x is in bytes."""
     figure, axes = plt.subplots(figsize=(8, 3.8))
     for (name, (x, y)), color, marker in zip(values.items(), cycle(COLORS), cycle("os^Dv")):
         axes.plot(x, y, marker, color=color, markersize=9, markeredgecolor="white")
@@ -214,7 +214,7 @@ def dots_by_group(
     title: str,
     note: Callable[[float], str] = "{:,.0f}".format,
 ) -> Figure:
-    """Draw the same rows for several groups, with one panel per group and a shared logarithmic axis.
+    """Draw one panel per group, with the same rows in all panels and a shared logarithmic axis.
 
     A point labeled with `note(median)` marks the median of the values, and a line shows their range. Every value must
     be positive.
@@ -323,9 +323,9 @@ def repeats_and_medians(
     ylabel: str,
     from_zero: bool = False,
 ) -> Figure:
-    """Draw the value of each repeat as a point above the name of its group, and the group's median as a dash.
+    """Draw the value of each repeat as a point above the name of its group, and each median as a dash.
 
-    Within a group, the series are side by side, and each series' points are in the order of the repeats. With
+    Within a group, the series are side by side, and each has its own median. A series' points are in repeat order. With
     `from_zero`, the y-axis starts at 0, so that ratios of heights equal ratios of values.
     """
     figure, axes = plt.subplots(figsize=(8.5, 3.8))

@@ -1,4 +1,4 @@
-"""Draw jobs that fail and restart: restart levels, attempts, goodput, and changing world sizes."""
+"""Draw the restart levels, attempts, goodput and world sizes of jobs that fail and restart."""
 
 from collections.abc import Mapping, Sequence
 from itertools import cycle
@@ -112,7 +112,7 @@ def goodput(
 
 @styled
 def world_sizes(attempts: Sequence[Sequence[Mapping[str, Any]]], title: str) -> Figure:
-    """Draw the step number over time. `attempts` lists each attempt's steps as dicts with keys time, step and size."""
+    """Draw the step number over time. `attempts` lists dicts with keys `time`, `step` and `size` for each attempt."""
     figure, axes = plt.subplots(figsize=(9, 3.4))
     for rows in attempts:
         size = rows[0]["size"]

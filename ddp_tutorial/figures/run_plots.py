@@ -1,4 +1,4 @@
-"""Draw run metrics for `logs plot`. This module imports matplotlib, but not torch."""
+"""Draw run metrics for the command `logs plot`. This module imports matplotlib, but not torch."""
 
 import io
 import math
@@ -48,7 +48,7 @@ _SET = {"learning_rate", "loss_scale"}
 
 @styled
 def draw_runs(folders: Sequence[Path], panels: Sequence[str], axis: Axis, window: int, compare: bool) -> Figure:
-    """Draw one row per panel, and one column per run or a single column for all runs.
+    """Draw a grid with one row per panel, and with one column per run or a single column for all runs.
 
     Args:
         folders: The run folders.
@@ -173,7 +173,7 @@ def _as_points(look: dict[str, Any]) -> dict[str, Any]:
 def _is_in(row: Row, name: str) -> bool:
     """Return whether the row contains the metric.
 
-    A value of None also counts as present. It represents a non-finite value, which leaves a gap.
+    A value of None also counts as present. None represents a non-finite value, which leaves a gap in the curve.
     """
     group, _, key = name.rpartition(".")
     inside = row.get(group) if group else row
@@ -233,5 +233,5 @@ def _legend(figure: Figure, summaries: Sequence[Summary], compare: bool, with_lo
 
 
 def _in_words(name: str) -> str:
-    """Return a metric's name in words: `"seconds.data"` becomes `"seconds in data"`."""
+    """Return a metric's name in words, such as `"seconds in data"` for `"seconds.data"`."""
     return name.replace(".", " in ", 1).replace("_", " ")

@@ -73,8 +73,8 @@ def swimlane(
 def gantt(timelines: Mapping[str, "Timeline"], rank: int = 0, title: str = "") -> Figure:
     """Draw one rank's computation and communication in several runs, on one time axis.
 
-    A gray background marks the backward pass. Communication on this background is overlapped; all other communication
-    is exposed. A run's label contains the durations of the step and of its exposed communication.
+    A gray background marks the backward pass. Communication on this background is overlapped, and all other
+    communication is exposed. A run's label contains the durations of the step and of its exposed communication.
     """
     figure, axes = plt.subplots(figsize=(9, 1.2 + 0.95 * len(timelines)))
     _gantt(axes, timelines, rank)
@@ -216,9 +216,9 @@ def one_of_sweep(
     points have the same scale.
 
     Args:
-        timelines: The timeline of a step at each x.
-        x: The point to show.
-        several: The measurements at each x, in milliseconds.
+        timelines: The timeline of a step at each x value.
+        x: The x value of the point to show.
+        several: The measurements at each x value, in milliseconds.
         model: The points (xs, ys) of the model.
         title: The title of the figure.
         xlabel: The label of the x-axis.

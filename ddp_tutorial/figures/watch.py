@@ -1,8 +1,8 @@
 """Show the losses, the throughput and each rank's resources while a run is in progress.
 
-This module imports matplotlib, but not torch. It reads all data from the run's folder, so any process that can read the
-folder can watch the run: the notebook that started the run in a separate process, a different notebook, or a process on
-a different machine that shares the disk.
+This module imports matplotlib, but not torch. All data comes from the run's folder, so any process that can read this
+folder can watch the run. The process can be the notebook that started the run, a different notebook, or a process on a
+machine that shares the disk.
 """
 
 import time
@@ -53,8 +53,8 @@ def watch(run: str | Path, *, seconds: float = float("inf"), every: float = 1.0)
 def dashboard(run: str | Path) -> Figure:
     """Draw the current state of a run.
 
-    The panels show the loss and the throughput by step, each rank's memory at each evaluation, and the seconds spent in
-    each phase between the last two evaluations.
+    The panels show the loss and throughput by step, and each rank's memory at each evaluation. A further panel shows
+    the seconds spent in each phase between the last two evaluations.
 
     Raises:
         ConfigError: If `run` is not a run folder.
@@ -104,7 +104,7 @@ def _rate(axes: Axes, rows: Sequence[Row], summary: Summary) -> None:
 
 
 def _memory(axes: Axes, rows: Sequence[Row]) -> None:
-    """Draw each rank's memory by step: GPU memory if ranks use GPUs, otherwise the process's resident memory."""
+    """Draw each rank's GPU memory by step, or its process's resident memory if no rank uses a GPU."""
     logged = [(row["step"], row["ranks"]) for row in rows if "ranks" in row]
     kind = "cuda_mb" if any("cuda_mb" in ranks for _, ranks in logged) else "rss_mb"
     points = [(step, used) for step, ranks in logged if (used := numbers_of_ranks(ranks, kind))]
@@ -137,6 +137,6 @@ def _phases(axes: Axes, rows: Sequence[Row]) -> None:
 
 
 def _series(rows: Sequence[Row], name: str) -> tuple[list[int], list[float]]:
-    """Return the steps and values of a metric, without missing and non-finite values."""
+    """Return the steps and values of a metric, excluding missing and non-finite values."""
     points = [(row["step"], value) for row in rows if (value := finite_number(row, name)) is not None]
     return [step for step, _ in points], [value for _, value in points]

@@ -1,4 +1,4 @@
-"""All-reduce from scratch, around a ring and along a tree, using only send and receive."""
+"""All-reduce from scratch, around a ring or along a tree, using only send and receive."""
 
 from typing import NamedTuple
 
@@ -22,12 +22,12 @@ def ring_all_reduce(world: World, tensor: torch.Tensor) -> list[Message]:
     """Sum `tensor` over all ranks, in place, around a ring. Collective.
 
     The tensor is split into one chunk per rank. In the first N - 1 rounds (the reduce-scatter), each rank sends a chunk
-    to the next rank, which adds its own values. Afterwards, each rank holds one complete chunk. In the last N - 1
+    to the next rank, which adds its own values. Afterward, each rank holds one complete chunk. In the last N - 1
     rounds (the all-gather), the ranks pass the complete chunks around the ring.
 
-    A rank sends 2 (N - 1) / N of the tensor in 2 (N - 1) rounds, so the number of bytes hardly depends on the number of
-    ranks. Each chunk is summed once and then copied, so the result is bitwise identical on all ranks. With a
-    different number of ranks, rounding may differ.
+    In 2 (N - 1) rounds, each rank sends 2 (N - 1) / N times the tensor's size. This amount hardly depends on N. Each
+    chunk is summed once and then copied, so the result is bitwise identical on all ranks. A different number of ranks
+    may change the rounding.
 
     Patarasuk & Yuan, "Bandwidth optimal all-reduce algorithms for clusters of workstations", 2009.
 
@@ -66,7 +66,7 @@ def ring_all_reduce(world: World, tensor: torch.Tensor) -> list[Message]:
 def tree_all_reduce(world: World, tensor: torch.Tensor) -> list[Message]:
     """Sum `tensor` over all ranks, in place, up a binomial tree and down again. Collective.
 
-    In the first round, every other rank sends its tensor to its neighbor. In the next round, every other
+    In the first round, every second rank sends its tensor to the preceding rank. In the next round, every second
     receiver does the same. After log2 N rounds, rank 0 holds the sum, which is sent back along the same tree.
 
     A tree takes few rounds, so it is fast for small tensors. Each round sends the full tensor, so a tree is slow for

@@ -1,4 +1,4 @@
-"""Start a job, inject a fault at a step, and read the log of all attempts, for notebooks 10 and 12."""
+"""Helpers for notebooks 10 and 12 that start a job, inject faults, and read the log of all attempts."""
 
 import json
 import os
@@ -17,9 +17,9 @@ TORCHRUN = [sys.executable, "-m", "torch.distributed.run"]
 
 
 def start(folder: Path, name: str, *command: object, faults: Sequence[Fault] = (), **variables: str) -> Any:
-    """Start a command in `folder`, and return its `subprocess.Popen`. The run's own folder is `folder/name`.
+    """Start a command in `folder`, and return a `subprocess.Popen`. The run's own folder is `folder/name`.
 
-    The returned object's attribute `log` is the path of the file that contains the output of the process.
+    The returned object's `log` attribute is the path of the process's output file.
     """
     (folder / name).mkdir(exist_ok=True)
     environment = os.environ | {"OMP_NUM_THREADS": "1", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
@@ -32,7 +32,7 @@ def start(folder: Path, name: str, *command: object, faults: Sequence[Fault] = (
 
 
 def finish(process: Any, code: int = 0) -> None:
-    """Wait until a process exits, and raise `AssertionError` with its output unless it exits with `code`."""
+    """Wait until a process exits. Raise `AssertionError` with the process's output if the exit code is not `code`."""
     process.wait(timeout=240)
     assert process.returncode == code, f"exit code {process.returncode}, not {code}: {process.log.read_text()[-3000:]}"
 
@@ -73,7 +73,7 @@ def describe(attempts: Sequence[Sequence[Row]]) -> str:
 
 
 def inject(folder: Path, rank: int, size: int, step: int) -> None:
-    """Delay a step, and inject each fault listed in the environment variable FAULTS once, on the last of several ranks.
+    """Delay a step. With several ranks, inject each fault from the environment variable FAULTS once, on the last rank.
 
     Args:
         folder: The folder in which to record the injected faults.
@@ -93,7 +93,7 @@ def inject(folder: Path, rank: int, size: int, step: int) -> None:
 
 
 def write_stand_ins(folder: Path) -> str:
-    """Write stand-ins for Slurm's commands to `folder`, and return a PATH that starts with `folder`.
+    """Write stand-ins for Slurm's commands to `folder`, and return a value for PATH that starts with `folder`.
 
     `srun` runs its command, and `scontrol` appends its arguments to the file `requeued` in the working directory.
     """

@@ -1,4 +1,4 @@
-"""Record or slow down collectives, time a model's blocks, and count bytes, for notebook 17_sharded_state."""
+"""Helpers for notebook 17_sharded_state that record or delay collectives, time a model's blocks, and count bytes."""
 
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -29,8 +29,8 @@ class Transfer(NamedTuple):
         kind: "all-reduce", "gather" or "scatter".
         nbytes: The number of bytes that this rank sends with a bandwidth-optimal algorithm.
         ranks: The ranks of the process group.
-        start: The time at which the link is free for this transfer, in seconds.
-        end: The time at which the link has completed this transfer, in seconds.
+        start: The time, in seconds, at which the link is free for this transfer.
+        end: The time, in seconds, at which the link has completed this transfer.
     """
 
     kind: str
@@ -43,14 +43,13 @@ class Transfer(NamedTuple):
 class Network:
     """Context manager that records this rank's collectives in `transfers`.
 
-    With `megabytes_per_second`, a gather or a scatter completes only when a link of this bandwidth would have
-    transferred its bytes. The link carries one transfer at a time, while the rank computes. With this setting,
-    all-reduces are neither slowed down nor recorded; use DDP's `simulated_link` instead (see `follow`). Collectives
-    that PyTorch starts in C++ are never recorded.
+    If `megabytes_per_second` is set, gathers and scatters complete no earlier than on a link of this bandwidth. The
+    link carries one transfer at a time, while the rank computes. All-reduces are then neither slowed down nor recorded.
+    For these, use DDP's `simulated_link` (see `follow`). Collectives that PyTorch starts in C++ are never recorded.
     """
 
     def __init__(self, megabytes_per_second: float | None = None) -> None:
-        """Store the bandwidth. With None, transfers are not slowed down."""
+        """Store the bandwidth. If the bandwidth is None, transfers are not slowed down."""
         self.rate = None if megabytes_per_second is None else megabytes_per_second * 1e6
         self.transfers: list[Transfer] = []
         self._free = 0.0  # the time at which the link has carried all transfers so far
@@ -103,7 +102,7 @@ class Network:
 
 
 class _Delayed:
-    """A collective that completes when its work completes, but not before `end`."""
+    """Asynchronous handle that completes when the handle `work` completes, but not before the time `end`."""
 
     def __init__(self, work: Any, end: float) -> None:
         self.work, self.end = work, end
@@ -117,10 +116,10 @@ class _Delayed:
 
 
 def watch(blocks: Iterable[nn.Module]) -> dict[str, list[float]]:
-    """Return a dict in which each step stores the times of each block, as in "forward 0" -> [start, end], in seconds.
+    """Return a dict in which each step stores the blocks' times in seconds, such as "forward 0" -> [start, end].
 
-    A block's forward pass lasts from its forward pre-hook to its forward hook. Its backward pass lasts from the
-    gradient of its output to the last gradient of its parameters.
+    A block's forward pass lasts from its forward pre-hook to its forward hook. Its backward pass lasts from its
+    output's gradient to its last parameter gradient.
     """
     times: dict[str, list[float]] = {}
 
@@ -155,7 +154,7 @@ class Span(NamedTuple):
 
 
 def spans(computed: Mapping[str, Sequence[float]], transfers: Iterable[Transfer]) -> list[Span]:
-    """Return the times that `watch` and `Network` recorded in a step, as spans.
+    """Return spans for the intervals that `watch` and `Network` recorded in a step.
 
     The name of a gather or a scatter contains the index of its block. All-reduces are numbered consecutively.
     """
@@ -167,7 +166,7 @@ def spans(computed: Mapping[str, Sequence[float]], transfers: Iterable[Transfer]
 
 
 class TimedStep(NamedTuple):
-    """A timed step, with its duration in seconds, the result of `watch`, and the network transfers."""
+    """A timed step, with its duration in seconds, the block times that `watch` recorded, and the network transfers."""
 
     seconds: float
     computed: dict[str, list[float]]
@@ -180,7 +179,7 @@ def fastest(
     network: Network,
     repeats: int = 6,
 ) -> dict[str, TimedStep]:
-    """Repeat the steps alternately, and return each step's fastest repeat, excluding the first repeat. Collective.
+    """Run the steps alternately, and return each step's fastest repeat, excluding the first repeat. Collective.
 
     The first repeat is excluded because the package's first step also checks the loss function, which requires
     additional forward passes.
@@ -198,13 +197,13 @@ def fastest(
 
 
 def local_bytes(tensors: Iterable[torch.Tensor | None]) -> int:
-    """Return the number of bytes that this rank stores. Each tensor counts once, and a DTensor counts as its shard."""
+    """Return the size of this rank's tensors, in bytes. Each tensor counts once, and a DTensor counts as its shard."""
     once = {id(tensor): tensor for tensor in tensors if tensor is not None}.values()
     return sum((tensor.to_local() if isinstance(tensor, DTensor) else tensor).nbytes for tensor in once)
 
 
 def state_bytes(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, int]:
-    """Return the bytes of parameters, gradients and optimizer state that this rank stores."""
+    """Return the sizes, in bytes, of the parameters, gradients and optimizer state that this rank stores."""
     parameters = list(model.parameters())
     stepped = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     return {

@@ -34,11 +34,11 @@ class Backend(Protocol):
 
     @property
     def description(self) -> str:
-        """Suffix for the pool's description, which begins with "2 ranks on cpu, gloo"."""
+        """Suffix of the pool's description, after text such as "2 ranks on cpu, gloo"."""
 
     @property
     def outage(self) -> str:
-        """Reason why the ranks cannot communicate, or an empty string if they can or if the reason is unknown."""
+        """Reason why the ranks cannot communicate, or an empty string if no reason is known."""
 
     def open(self) -> None:
         """Prepare to start ranks."""
@@ -65,7 +65,7 @@ class Backend(Protocol):
         """Return the name of a rank's node, or None without a cluster."""
 
     def close(self) -> None:
-        """Release the resources of the backend."""
+        """Release the backend's resources."""
 
 
 class LocalBackend:
@@ -105,7 +105,7 @@ class LocalBackend:
                 each.process = torch.multiprocessing.spawn(serve, (spec,), 1, join=False).processes[0]
 
     def new_port(self) -> int:
-        """Return the port of the store, which never changes."""
+        """Return the store's port, which never changes."""
         return self.store.port if self.store else 0
 
     def pids(self, workers: Sequence[WorkerHandle]) -> list[int]:
@@ -124,16 +124,16 @@ class LocalBackend:
 class ClusterBackend:
     """Backend that runs the same number of ranks on each node of a cluster.
 
-    The ranks rendezvous at rank 0, inside the cluster's network, and use a new port each time. If the cluster is not
-    running, the backend starts it, and stops it together with the pool. A cluster that is already running is neither
-    changed nor stopped.
+    The ranks rendezvous at rank 0, inside the cluster's network, with a new port for each rendezvous. If the cluster is
+    not running, the backend starts it, and stops it together with the pool. A cluster that is already running is
+    neither changed nor stopped.
     """
 
     def __init__(self, n: int, cluster: Cluster) -> None:
         """Create a backend for `n` ranks on `cluster`.
 
         Raises:
-            ConfigError: If `n` is not a multiple of the number of nodes, or `cluster` is not a `Cluster`.
+            ConfigError: If `n` is not a multiple of the number of nodes, or if `cluster` is not a `Cluster`.
         """
         if not isinstance(cluster, Cluster):
             raise ConfigError(f"'cluster' must be a Cluster, such as Cluster(2, '1gbit'), got {cluster!r}")
@@ -144,12 +144,12 @@ class ClusterBackend:
 
     @property
     def description(self) -> str:
-        """The number of nodes, and the rate and delay of their links."""
+        """Suffix with the number of nodes, and the rate and delay of the links between them."""
         return f", on {self.nodes} node{'s' if self.nodes > 1 else ''}, {self.cluster.description}"
 
     @property
     def outage(self) -> str:
-        """A message that names the nodes without a cable, or an empty string if all cables are plugged in."""
+        """Message that names the nodes whose cable is unplugged, or an empty string if there are none."""
         out = sorted(self.cluster.unplugged)
         return f"the cable of {' and '.join(out)} is unplugged" if out else ""
 
@@ -163,17 +163,15 @@ class ClusterBackend:
         """Check that these ranks can be restarted. Restart the pool's own cluster if it has stopped.
 
         Raises:
-            ConfigError: If a node has been killed, or a cluster that the pool did not start has stopped.
+            ConfigError: If a rank's node has been killed, or if a cluster that the pool did not start has stopped.
         """
         if not self.cluster.is_up:
             if not self.is_ours:
-                raise ConfigError(
-                    "the cluster that runs these ranks has stopped: create a new Cluster and a new Ranks object"
-                )
+                raise ConfigError("the ranks' cluster has stopped: create a new Cluster and a new Ranks object")
             self.open()
         if off := [name for rank in ranks if (name := self.node_of(rank)) in self.cluster.off]:
             raise ConfigError(
-                f"{off[0]} has been killed and cannot be restarted. To terminate the other ranks, use `stop`"
+                f"{off[0]} has been killed, so its ranks cannot be restarted. To terminate the other ranks, use `stop`"
             )
 
     def start(self, workers: Sequence[WorkerHandle], settings: Mapping[str, Any], environ: Mapping[str, str]) -> None:
@@ -198,7 +196,7 @@ class ClusterBackend:
                 each.process = NodeProcess(self.cluster, node, env, output, (spec.fileno(), *pipes))
 
     def new_port(self) -> int:
-        """Return a port that no earlier rendezvous used, because rank 0 may still hold the last port."""
+        """Return a port that no earlier rendezvous used, because rank 0 may still use the previous port."""
         return self.cluster.new_port()
 
     def pids(self, workers: Sequence[WorkerHandle]) -> list[int]:
@@ -222,8 +220,8 @@ class ClusterBackend:
 class NodeProcess:
     """A rank's process on a node, with the methods of `multiprocessing.Process` that a pool needs.
 
-    The process is not a child of this process, so the cluster sends the exit code through a pipe. The pipe closes when
-    the process exits, and also when the whole cluster stops.
+    The rank is not a child of the pool's process, so the cluster sends the exit code through a pipe. The pipe closes
+    when the rank exits, and also when the whole cluster stops.
     """
 
     def __init__(self, cluster: Cluster, node: int, env: Mapping[str, str], output: int, files: Sequence[int]) -> None:
@@ -248,7 +246,7 @@ class NodeProcess:
         self.pid = cluster.pid_of(self.number)
 
     def join(self, timeout: float | None = None) -> None:
-        """Wait until the process exits, for at most `timeout` seconds."""
+        """Wait at most `timeout` seconds for the process to exit."""
         if self.exitcode is None and connection.wait([self.sentinel], timeout):
             self.exitcode = int(os.read(self.sentinel, 16) or -signal.SIGKILL)
 

@@ -34,7 +34,7 @@ REACT_SECONDS, GROUP_SECONDS, ANSWER_SECONDS = 10.0, 60.0, 5.0
 
 
 class Controller:
-    """Manager of a pool's ranks. `Ranks` adds the public methods."""
+    """Manager of a pool's ranks. The subclass `Ranks` adds the public methods."""
 
     def __init__(
         self,
@@ -131,7 +131,7 @@ class Controller:
     # ------------------------------------------------------------------------------------------------------- a call
 
     def _call(self, kind: str, *content: Any, on: Iterable[int] | None = None) -> dict[int, Any]:
-        """Run one request on several ranks, and return the result of each rank.
+        """Run one request on several ranks, and return each rank's result.
 
         Args:
             kind: Name of the request.
@@ -144,7 +144,7 @@ class Controller:
             CollectiveError: If a rank waited in a collective that a different rank did not enter.
         """
         if not self._busy.acquire(blocking=False):
-            raise RuntimeError("the ranks are busy with a call from a different thread: wait until it finishes")
+            raise RuntimeError("the ranks are busy with a call from a different thread: wait until the call finishes")
         try:
             with _interrupts_recorded() as interrupts:
                 return self._call_of(self._chosen(on), interrupts, kind, *content)
@@ -242,7 +242,7 @@ class Controller:
         return None
 
     def _end_call(self, workers: Sequence[WorkerHandle]) -> None:
-        """Interrupt the workers that have not finished the call. Wake and finally kill workers that do not respond."""
+        """Interrupt workers that have not finished the call. Workers that do not respond are woken, and then killed."""
         for each in workers:
             each.was_terminated = each.is_busy
         for seconds, wake in ((0.3, False), (REACT_SECONDS / 2, True), (REACT_SECONDS / 2, True)):
@@ -299,7 +299,9 @@ class Controller:
         described = [
             f"rank {each.rank} {each.reason}" for each in others if each.rank not in same and not each.was_terminated
         ]
-        meanwhile = [f"The same failure occurred on rank {', '.join(map(str, same))}."] if same else []
+        meanwhile = (
+            [f"The same failure occurred on rank{'s' if same[1:] else ''} {', '.join(map(str, same))}."] if same else []
+        )
         meanwhile += [f"Meanwhile {', '.join(described)}."] if described else []
         return self._error(first, "\n\n".join([*meanwhile, *([verdict] if verdict else []), *after]))
 
@@ -316,8 +318,8 @@ class Controller:
     def _recover(self, workers: Sequence[WorkerHandle]) -> list[str]:
         """Recover from a failed call, and return sentences that describe the recovery.
 
-        If a rank has exited, the other ranks leave the process group. If the ranks are out of step, they form a new
-        group.
+        If a rank has exited, the other ranks leave the process group. If the ranks have not finished the same
+        collectives, they form a new process group.
         """
         if any(each.death for each in self._workers):
             self._has_group = False
@@ -355,10 +357,10 @@ class Controller:
         self._kill([each for each in workers if each.is_busy])
 
     def _are_in_step(self, workers: Sequence[WorkerHandle]) -> bool:
-        """Return whether every rank has finished the same collectives, without any failed collective.
+        """Return whether all ranks have finished the same collectives and no collective has failed.
 
-        A woken rank counts as out of step even if it reports no error, because the interrupt may have arrived before
-        gloo's error.
+        If a rank was woken from a collective, the result is False even if the rank reports no error, because the
+        interrupt may have arrived before gloo's error.
         """
         if any(each.was_woken or (each.failure and each.failure.in_collective) for each in workers):
             return False
@@ -371,10 +373,10 @@ class Controller:
         return {rank: each if isinstance(each, RankStatus) else None for rank, each in answers.items()}
 
     def _ask(self, what: str, seconds: float) -> dict[int, Answer | None]:
-        """Send a query to all running ranks at once, even while they execute a call.
+        """Query all running ranks in parallel, even while they execute a call.
 
         Returns:
-            Dict from rank to answer, or to None if the rank has not replied within `seconds`.
+            Dict that maps each rank to its answer, or to None if the rank does not reply within `seconds`.
         """
         self._question += 1
         number = self._question
@@ -401,7 +403,7 @@ class Controller:
 def _interrupts_recorded() -> Iterator[list[int]]:
     """Record interrupts inside the block instead of raising them, so that no message from a rank is truncated.
 
-    A caller that handles an interrupt clears the list. Otherwise, the interrupt is raised when the block exits.
+    A caller that handles an interrupt clears the yielded list. Otherwise, the interrupt is raised when the block exits.
     """
     interrupts: list[int] = []
     # Python delivers interrupts to the main thread only.

@@ -1,4 +1,4 @@
-"""Show a cell's displayed values, figures and last expression for each rank."""
+"""Show a cell's displayed values, its figures, and the value of its last expression for each rank."""
 
 import sys
 from base64 import b64encode
@@ -12,13 +12,13 @@ _show: Callable[[MimeBundle], None] | None = None  # set if this process is a ra
 
 
 def set_display(show: Callable[[MimeBundle], None]) -> None:
-    """Make `display` in this process call `show`."""
+    """Make the function `display` in this process call `show`."""
     global _show
     _show = show
 
 
 def display(*values: Any, **_: Any) -> None:
-    """Display values in the notebook like IPython's `display`, under this rank's number.
+    """Display values in the notebook like IPython's `display`, labeled with this rank's number.
 
     Outside a pool, the values are printed.
     """
@@ -64,13 +64,13 @@ def show_open_figures() -> None:
 
 
 class RankResults(dict[int, str]):
-    """Dict from rank to the text of a cell's last expression. The representation groups ranks with the same text."""
+    """Dict that maps each rank to the text representation of its result. Its `repr` groups ranks with equal text."""
 
     def __init__(self, texts: Mapping[int, str], ranks: int) -> None:
-        """Store the texts.
+        """Store the text representations.
 
         Args:
-            texts: Dict from rank to text. Ranks without a value are omitted.
+            texts: Text representation of the last expression's value, by rank. Ranks without a value are omitted.
             ranks: Number of ranks in the pool.
         """
         super().__init__(texts)

@@ -1,4 +1,4 @@
-"""Implement the matplotlib backend for a pool's ranks. The backend displays figures like other cell output."""
+"""Implement the matplotlib backend for a pool's ranks. The backend displays figures through `display`."""
 
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
@@ -12,7 +12,7 @@ class FigureManager(figures.FigureManager):
 
     @staticmethod
     def show_in_parent(figure: Figure) -> None:
-        """Display the figure as `display` does."""
+        """Display one figure through `display`."""
         display.display(figure)
 
 

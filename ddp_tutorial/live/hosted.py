@@ -18,7 +18,7 @@ def serve_here(spec: int, messages: int, requests: int, control: int) -> None:
     All arguments are open file descriptors. The output of this process is already redirected to the pool.
 
     Args:
-        spec: File with the pickled settings.
+        spec: File that contains the pickled settings.
         messages: Pipe for messages to the pool.
         requests: Pipe for calls.
         control: Pipe for messages to the control thread.

@@ -44,7 +44,7 @@ class RankMagics(Magics):
     """The magics of one notebook, and the ranks that they have started."""
 
     def __init__(self, shell: Any) -> None:
-        """Create the magics for an IPython shell, without ranks."""
+        """Create the magics for an IPython shell, without starting ranks."""
         super().__init__(shell)
         self.notebook = shell
         self.pool: Ranks | None = None
@@ -57,16 +57,16 @@ class RankMagics(Magics):
         %ranks start -n 2      Start two ranks, and stop the current ranks. More options:
                [--threads 1] [--device cpu] [--backend gloo] [--wait-timeout 10]
                [--nodes 2 [--rate 1gbit] [--delay 0.5ms]]
-                               Run the ranks on two emulated hosts, the same number on each host, with a link of
-                               this speed between the hosts (Linux; see ddp_tutorial.cluster).
+                               Run half of the ranks on each of two emulated hosts. --rate and --delay apply to the
+                               link between the hosts (Linux; see ddp_tutorial.cluster).
         %ranks status          Show the state and the location of each rank.
-        %ranks restart [--all] Restart the dead ranks, or all ranks if none is dead.
+        %ranks restart [--all] Restart the dead ranks. With --all, or if no rank is dead, restart all ranks.
         %ranks stop            Stop the ranks.
         %ranks get NAME        Return the values of NAME as a list, and assign the list to NAME in the notebook.
-        %ranks put NAME        Copy the notebook's NAME to all ranks.
+        %ranks put NAME        Copy the notebook's variable NAME to all ranks.
         %ranks rate 100mbit    Set the rate of the links between nodes.
-        %ranks script out.py   Write the cells so far as a script for torchrun. The script contains values from
-                               %ranks put only if they are numbers.
+        %ranks script out.py   Write all cells executed so far to a script for torchrun. The script omits
+                               values from %ranks put that are not numbers.
 
         %%ranks                Run the cell on all ranks. Select ranks with %%ranks 0, %%ranks 1-3 or %%ranks 0,2;
                                %%rank0 selects rank 0.
@@ -135,10 +135,11 @@ class RankMagics(Magics):
             self.steps = []
             print(f"restarted: {pool.description}")
         else:
-            print(f"restarted: rank {', '.join(map(str, restarted))}; the other ranks keep their variables")
+            listed = f"rank{'s' if restarted[1:] else ''} {', '.join(map(str, restarted))}"
+            print(f"restarted: {listed}; the other ranks keep their variables")
 
     def get(self, arguments: Sequence[str]) -> list[Any]:
-        """Return the values of a name on all ranks as a list.
+        """Return the value of a name on each rank, as a list.
 
         If the argument is a plain name, the list is also assigned to that name in the notebook.
         """
@@ -159,22 +160,22 @@ class RankMagics(Magics):
 
     def rate(self, arguments: Sequence[str]) -> None:
         """Set the rate of the links between nodes."""
-        [rate] = self._names("rate", arguments, "one rate, such as: %ranks rate 100mbit")
+        [rate] = self._names("rate", arguments, "one rate, for example: %ranks rate 100mbit")
         cluster = self._alive().cluster
         if cluster is None:
             raise MagicError(
-                "%ranks rate requires ranks on different nodes, but all ranks share one host. Start ranks on two nodes "
-                "with: %ranks start -n 2 --nodes 2"
+                "%ranks rate requires ranks on different nodes, but all ranks run on one node. Start ranks on two "
+                "nodes with: %ranks start -n 2 --nodes 2"
             )
         cluster.set_rate(rate)
         print(cluster.description)
 
     def script(self, arguments: Sequence[str]) -> None:
-        """Write the cells so far as one script for torchrun. Only the current user can read the file.
+        """Write all cells executed so far to one script for torchrun. Only the current user can read the file.
 
-        The script omits cells that failed. It contains values that `put` sent to the ranks only if they are numbers.
+        The script omits cells that failed, and values from `put` that are not numbers.
         """
-        [name] = self._names("script", arguments)
+        [name] = self._names("script", arguments, "one file name, for example: %ranks script out.py")
         pool = self._alive()
         Path(name).parent.mkdir(parents=True, exist_ok=True)
         text = make_script(self.steps, name, pool.n, pool.threads, pool.device, pool.backend, pool.nodes)
@@ -193,7 +194,7 @@ class RankMagics(Magics):
         self.pool = None
 
     def complete(self, text: str) -> list[str]:
-        """Return the names on rank 0 that complete `text`."""
+        """Return the names in rank 0's namespace that complete `text`."""
         found: list[str] = self._alive().ask("names", text)
         return found
 
@@ -227,7 +228,7 @@ class RankMagics(Magics):
 
     def _names(self, command: str, arguments: Sequence[str], wanted: str = "") -> Sequence[str]:
         if not arguments or (command != "put" and len(arguments) > 1):
-            raise MagicError(f"%ranks {command} requires {wanted or f'one name, such as: %ranks {command} loss'}")
+            raise MagicError(f"%ranks {command} requires {wanted or f'one name, for example: %ranks {command} loss'}")
         return arguments
 
 
@@ -235,7 +236,7 @@ def _ranks_of(text: str, n: int) -> list[int] | None:
     """Parse a list of ranks such as `"0"`, `"1-3"` or `"0,2"`.
 
     Returns:
-        The ranks in ascending order, or None for an empty text, which selects all ranks.
+        The ranks in ascending order, or None if `text` is empty, which selects all ranks.
     """
     if not text.strip():
         return None

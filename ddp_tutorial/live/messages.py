@@ -57,14 +57,14 @@ class Snapshot:
     """The progress of a rank.
 
     Attributes:
-        progress: Dict from process group to the numbers of the last entered and the last finished collective.
+        progress: By process group, the sequence numbers of the last entered and the last completed collective.
     """
 
     progress: dict[str, tuple[int, int]] = field(default_factory=dict)
 
     @property
     def waits(self) -> bool:
-        """Whether the rank has entered a collective that has not finished."""
+        """Whether the rank has entered a collective that has not completed."""
         return any(entered > left for entered, left in self.progress.values())
 
 
@@ -90,7 +90,7 @@ Answer = RankStatus | Snapshot
 
 
 class Receiver:
-    """Blocking reader of a message pipe."""
+    """Blocking reader for a message pipe."""
 
     def __init__(self, fd: int) -> None:
         """Create a receiver that reads from file descriptor `fd`."""
@@ -98,7 +98,7 @@ class Receiver:
         self._inbox = bytearray()
 
     def __call__(self) -> Message | None:
-        """Wait for the next message, and return it. Return None if the other end is closed."""
+        """Wait for the next message, and return it. Return None if the other end of the pipe is closed."""
         while True:
             for message in take_messages(self._inbox):
                 return message

@@ -45,15 +45,15 @@ _pools: "weakref.WeakSet[Ranks]" = weakref.WeakSet()
 
 
 class Ranks(Controller):
-    """Pool of `n` ranks that run until `stop`, or until their `with` block exits.
+    """Pool of `n` ranks that run until `stop` is called or the `with` block exits.
 
-    Every call blocks until all participating ranks have finished it. If the call fails on a rank, the other ranks also
-    stop, and `RankError` is raised with the traceback of the failed rank. If a rank waits too long in a collective,
-    `CollectiveError` is raised, which reports where each rank waits. An interrupt stops the call on all ranks.
+    Every call blocks until all participating ranks have finished it. If the call fails on a rank, it also stops on the
+    other ranks, and `RankError` is raised with the failed rank's traceback. If a rank waits too long in a collective, a
+    `CollectiveError` reports where each rank is waiting. An interrupt stops the call on all ranks.
 
-    The ranks keep running after a failure. If they are out of step or have lost a connection, they form a new process
-    group. Objects that hold the old group, such as a `DistributedDataParallel`, must then be created again; all other
-    variables are kept. If a rank dies, `restart` replaces it.
+    The ranks keep running after a failure. If they have lost a connection or not finished the same collectives, they
+    form a new process group. Objects that hold the old group, such as a `DistributedDataParallel`, must then be created
+    again; all other variables are kept. If a rank dies, `restart` replaces it.
     """
 
     def __init__(
@@ -72,14 +72,13 @@ class Ranks(Controller):
 
         Args:
             n: Number of ranks.
-            cluster: Cluster on whose nodes the ranks run, on the CPU only. Each node runs the same number of ranks. If
-                the cluster is not running, as in `cluster=Cluster(2, "1gbit")`, the pool starts it, and `stop` stops
-                it.
+            cluster: Cluster whose nodes run the ranks, on CPUs only. Each node runs the same number of ranks. If the
+                cluster is not running, as in `cluster=Cluster(2, "1gbit")`, the pool starts it, and `stop` stops it.
             threads: Number of torch threads per rank. By default, the cores of this machine are divided evenly.
             device: "cpu", "cuda" or "auto", as for `launch`.
             backend: "gloo", "nccl" or "auto", as for `launch`.
             wait_timeout: Maximum time in seconds that a rank may wait in a collective that a different rank does not
-                enter. The timeout does not apply if that rank is still computing.
+                enter. The timeout does not apply while the other rank is still computing.
             collective_timeout: Timeout of the process group in seconds.
             echo: Whether to show the ranks' output, figures and displayed values.
 
@@ -117,7 +116,7 @@ class Ranks(Controller):
 
     @property
     def description(self) -> str:
-        """The number of ranks, the device, the backend, the nodes and their links, such as `2 ranks on cpu, gloo`.
+        """Summary of the pool, such as `2 ranks on cpu, gloo`. On a cluster, it includes the nodes and links.
 
         If many ranks share the CPU cores, a second line contains a warning.
         """
@@ -138,7 +137,7 @@ class Ranks(Controller):
         self.stop()
 
     def __repr__(self) -> str:
-        """Return the number of ranks and the state of dead ranks."""
+        """Return a summary such as `Ranks(2: alive)`, which also describes dead ranks."""
         dead = [f"rank {each.rank} {each.death}" for each in self._workers if each.death]
         return f"Ranks({self.n}: {', '.join(dead) or ('alive' if self._workers else 'stopped')})"
 
@@ -156,18 +155,18 @@ class Ranks(Controller):
     def execute(
         self, code: str, on: Iterable[int] | None = None, *, name: str = "", cell: str = "", offset: int = 0
     ) -> RankResults:
-        """Run source code in the namespace of each rank, which contains `world`.
+        """Run source code in each rank's namespace, which contains `world`.
 
         Args:
-            code: Source code.
+            code: Source code to run.
             on: Ranks that run the code. The default is all ranks.
             name: File name for tracebacks.
-            cell: Text of the whole notebook cell.
+            cell: Source code of the whole notebook cell.
             offset: Number of lines in `cell` before `code`.
 
         Returns:
-            Dict from rank to the text of the last expression's value. Values with a rich representation are displayed
-            instead.
+            Dict that maps each rank to the text representation of the last expression's value. Values with a rich
+            representation are displayed instead.
         """
         name = name or f"call {self._number + 1}"
         bundles = self._call("execute", code, name, cell or code, offset, on=on)

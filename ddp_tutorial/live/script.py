@@ -1,4 +1,4 @@
-"""Export the cells that ranks have run, as one script for torchrun."""
+"""Create one torchrun script from the cells that ranks have run."""
 
 import ast
 import io
@@ -54,7 +54,7 @@ class ScriptStep:
 def assignment_step(name: str, value: Any) -> ScriptStep:
     """Return the step that assigns `value` to `name` on all ranks.
 
-    Only numbers are written to the script. Text and objects may contain a secret, and scripts are often shared.
+    Only numbers are written to the script. Strings and objects may contain secrets, and scripts are often shared.
     """
     if type(value) in {bool, int, float} and math.isfinite(value):
         return ScriptStep(f"{name} = {value!r}")
@@ -65,7 +65,7 @@ def assignment_step(name: str, value: Any) -> ScriptStep:
 def launch_command(name: str, n: int, nodes: int = 1) -> str:
     """Return the command that runs the script `name` on `n` ranks.
 
-    With several nodes, run the command on each node. `n0` stands for the name of the first node.
+    With several nodes, run the command on each node. `n0` is a placeholder for the first node's name.
     """
     script = shlex.quote(name)
     if nodes == 1:

@@ -59,7 +59,7 @@ class Worker:
     """One rank of a pool. It contains the rank's process group and its namespace (the `__main__` module)."""
 
     def __init__(self, spec: WorkerSpec, send: Sender) -> None:
-        """Create a worker that has not joined a process group yet.
+        """Create a worker that has not yet joined a process group.
 
         Args:
             spec: Pipes and settings of the rank.
@@ -84,7 +84,7 @@ class Worker:
     # ------------------------------------------------------------------------------------------------- main thread
 
     def work(self) -> None:
-        """Run calls one after the other until the pool closes."""
+        """Run calls one after another until the pool closes."""
         while (request := self.requests()) is not None:
             self.number, kind, *content = request
             signal.signal(signal.SIGINT, self._on_interrupt)  # a cell may have replaced the handler
@@ -110,7 +110,7 @@ class Worker:
             return "raised", _failure(error)
 
     def _on_interrupt(self, number: int, frame: object) -> None:
-        """Raise `KeyboardInterrupt` in a call if the pool requested it.
+        """Raise `KeyboardInterrupt` in a call if the pool requested an interrupt.
 
         The terminal or the kernel may send an interrupt to all processes. Such an interrupt has no effect here, because
         the pool also receives it, and then requests an interrupt.
@@ -123,7 +123,7 @@ class Worker:
         """Do nothing, to measure the overhead of calls."""
 
     def do_form_group(self, port: int, pids: Sequence[int]) -> None:
-        """Form a new process group with the other ranks, in place of the current group. Collective.
+        """Leave the current process group, and form a new group with the other ranks. Collective.
 
         Args:
             port: Port of the rendezvous store.
@@ -150,7 +150,7 @@ class Worker:
         Args:
             source: Source code to run.
             name: File name for tracebacks.
-            cell: Text of the whole notebook cell.
+            cell: Source code of the whole notebook cell.
             offset: Number of lines in `cell` before `source`.
 
         Returns:
@@ -239,7 +239,7 @@ class Worker:
     def _wake(self) -> None:
         """Wake the main thread if it is blocked in native code.
 
-        A lost connection is the only way to abort a gloo collective. With NCCL, the communicators are aborted instead.
+        With gloo, close the connections to other ranks to abort the collective. With NCCL, abort the communicators.
         """
         if self.world.backend == "nccl":
             with suppress(Exception):
@@ -254,7 +254,7 @@ class Worker:
 
 
 def _connections_to(pids: Iterable[int], store: int) -> list[Any]:
-    """Return this process's connections to the processes `pids`, except those to the store at port `store`.
+    """Return this process's connections to the processes in `pids`, except connections to the port `store`.
 
     A connection to a different node is always included, because processes in other network namespaces are not visible.
     """

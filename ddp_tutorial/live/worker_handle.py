@@ -1,4 +1,4 @@
-"""Define the pool's handle of one rank, with the rank's process, pipes and current call."""
+"""Define the pool's handle for one rank, which contains the rank's process, pipes and current call."""
 
 import os
 import re
@@ -21,7 +21,7 @@ _PIECES = 16
 
 
 class WorkerHandle:
-    """Handle of one rank, with the rank's process, pipes, current call and latest answer."""
+    """Handle for one rank, with the rank's process, pipes, current call and latest answer."""
 
     def __init__(self, rank: int) -> None:
         """Create a handle for a rank whose process has not started yet."""
@@ -33,7 +33,7 @@ class WorkerHandle:
         self.outcome: tuple[Any, ...] | None = ("done", None)
         self.was_terminated = False  # the pool interrupted the rank because of a different rank
         self.was_woken = False  # the rank's connections were closed to abort a collective
-        self.asked = self.answered = 0  # numbers of the last question and of the last answer
+        self.asked = self.answered = 0  # sequence numbers of the last query and the last answer
         self.answer: Answer | None = None
         self._seen: Snapshot | None = None
         self._since = 0.0
@@ -68,7 +68,7 @@ class WorkerHandle:
         return output, messages, its_requests, its_control
 
     def register(self, selector: selectors.BaseSelector) -> None:
-        """Register the rank's output, messages and exit with `selector`."""
+        """Register the rank's output pipe, message pipe and exit descriptor with `selector`."""
         self._exit = exit_descriptor(self.process)
         self._pipes.callback(os.close, self._exit)
         handlers: dict[int, Callable[..., object]] = {
@@ -80,7 +80,7 @@ class WorkerHandle:
             selector.register(fd, selectors.EVENT_READ, handler)
 
     def close(self, selector: selectors.BaseSelector) -> None:
-        """Close the pool's ends of the pipes. If the rank can still run, it exits when its control pipe is closed."""
+        """Close the pool's ends of the pipes. A rank that is still running exits when its control pipe is closed."""
         if self._closed:  # the descriptor numbers may have been reused
             return
         self._closed = True
@@ -92,7 +92,7 @@ class WorkerHandle:
         self._pipes.close()
 
     def request(self, selector: selectors.BaseSelector, number: int, kind: str, *content: Any) -> None:
-        """Queue a request to the rank's main thread. `selector` sends it."""
+        """Queue a request to the rank's main thread. It is sent when `selector` finds the pipe writable."""
         if not self._closed:
             self._request.put((number, kind, *content), selector)
 
@@ -110,19 +110,19 @@ class WorkerHandle:
         return False
 
     def ask(self, what: str, number: int) -> None:
-        """Send the query "snapshot" or "status" to the rank's control thread. The answer contains the same number."""
+        """Send the query "snapshot" or "status" to the rank's control thread. The answer contains `number`."""
         if self.control(what, number):
             self.asked = number
 
     # ------------------------------------------------------------------------------------------------------ a call
 
     def begin(self, number: int) -> None:
-        """Begin the call with this number, and discard the outcome of the previous call."""
+        """Begin call `number`, and discard the outcome of the previous call."""
         self.number, self.outcome = number, None
         self._seen, self._since = None, time.monotonic()
 
     def attach_console(self, console: Console) -> None:
-        """Send the rank's output to `console`, including output since the last call."""
+        """Send the rank's output since the last call, and its further output, to `console`."""
         self.console, self._shown = console, []
         self.was_terminated = self.was_woken = False
         lines = self.log.lines  # printed since the last call
@@ -130,7 +130,7 @@ class WorkerHandle:
         self.log.lines.extend(lines)
 
     def finish(self) -> RankLog:
-        """Finish the call on this rank, and return the log of its output."""
+        """Finish the call on this rank, and return the log of the rank's output."""
         self._drain()
         log, self.log = self.log, RankLog(self.rank, self.console.line, describe_output)
         return log
@@ -142,7 +142,7 @@ class WorkerHandle:
         self._shown = []
 
     def display(self, bundle: MimeBundle, console: Console) -> None:
-        """Show one displayed value under this rank's number."""
+        """Show one displayed value, labeled with this rank's number."""
         if not isinstance(console, NotebookConsole):
             console.line(self.rank, bundle.text)
             return
@@ -163,7 +163,7 @@ class WorkerHandle:
 
     @property
     def failure(self) -> Failure | None:
-        """The failure of the last call; None if the call succeeded or is still running."""
+        """The failure of the last call, or None if the call succeeded or is still running."""
         return self.outcome[1] if self.outcome and self.outcome[0] == "raised" else None
 
     @property
@@ -181,7 +181,7 @@ class WorkerHandle:
     def cause_order(self) -> tuple[int, float]:
         """Sort key for failed ranks. The rank with the smallest key is the most likely cause of the failure.
 
-        The order is as follows: exceptions that a rank raised by itself, by time; ranks that exited; lost connections.
+        Exceptions that originated on a rank come first, sorted by time. Exited ranks are next, then lost connections.
         """
         if self.failure is None:
             return (1 if self.death else 3), 0.0
@@ -235,7 +235,7 @@ class WorkerHandle:
         return bool(data)
 
     def _drain(self) -> None:
-        """Read the output so far. Later output of the rank's child processes belongs to the next call."""
+        """Read the output written so far. Later output of the rank's child processes belongs to the next call."""
         for _ in range(_PIECES):
             if not self._read_output():
                 break
@@ -252,7 +252,7 @@ class WorkerHandle:
         )
 
     def record_exit(self, selector: selectors.BaseSelector, death: str) -> None:
-        """Read the rest of the pipes, close them, and record how the rank died.
+        """Read the remaining data from the pipes, close them, and record how the rank died.
 
         Args:
             selector: Selector with which the pipes are registered.

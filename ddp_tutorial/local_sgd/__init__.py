@@ -1,8 +1,8 @@
 """Train with local SGD. Each rank takes several steps on its own, and then the ranks average their weights.
 
 `rounds` defines when weights are averaged, and `averaging` averages them and counts the bytes sent. `loss` exchanges
-the ranks' losses at the end of a round. `outer` is the outer optimizer of DiLoCo. `state` saves the weights of all
-ranks in a checkpoint while the weights differ. `strategies` contains the strategies for the trainer.
+the ranks' losses at the end of a round. `outer` defines DiLoCo's outer optimizer. If the ranks' weights differ when a
+checkpoint is saved, `state` saves each rank's weights. `strategies` contains the strategies for the trainer.
 
 Stich, "Local SGD converges fast and communicates little", ICLR 2019. Lin et al., "Don't use large mini-batches, use
 local SGD", ICLR 2020. Douillard et al., "DiLoCo: Distributed low-communication training of language models", 2023.

@@ -14,7 +14,7 @@ from ddp_tutorial.world import World
 class CountingLink:
     """A link that counts the bytes that this rank sends.
 
-    An all-reduce of n bytes over W ranks counts as 2 n (W - 1) / W bytes, the cost of a ring all-reduce.
+    An all-reduce of n bytes over W ranks counts as 2 n (W - 1) / W bytes, as in a ring all-reduce.
 
     Attributes:
         sent: The number of bytes sent so far.
@@ -30,7 +30,7 @@ class CountingLink:
 
     @property
     def observer(self) -> Callable[[Transfer], object] | None:
-        """The function that is called with each completed all-reduce, or None."""
+        """The function that is called after each all-reduce, or None."""
         return self.link.observer
 
     @observer.setter
@@ -38,7 +38,7 @@ class CountingLink:
         self.link.observer = observer
 
     def all_reduce(self, tensor: torch.Tensor, name: str = "all-reduce") -> Future[torch.Tensor]:
-        """Start summing `tensor` over all ranks, in place. Collective."""
+        """Start an all-reduce that sums `tensor` over all ranks in place. Collective."""
         self.sent += bytes_all_reduced(tensor.nbytes, self.world.size)
         return self.link.all_reduce(tensor, name)
 
@@ -47,14 +47,14 @@ class CountingLink:
 def average(world: World, link: Link, tensors: Sequence[torch.Tensor], name: str = "average") -> None:
     """Replace each tensor with its mean over all ranks, in place. Collective.
 
-    The function runs one all-reduce per dtype and device. Each rank divides its tensors before the all-reduce, as
-    torch's averagers do. The results are bitwise identical on all ranks.
+    The function runs one all-reduce for each combination of dtype and device. Before the all-reduce, each rank divides
+    its tensors by the world size, as torch's averagers do. The results are bitwise identical on all ranks.
 
     Args:
-        world: The ranks.
+        world: The participating ranks.
         link: The link that performs the all-reduces.
-        tensors: The tensors, of any shapes.
-        name: The name of the all-reduce for the observer of the link.
+        tensors: The tensors, which may have different shapes.
+        name: The name of the all-reduce, for the link's observer.
     """
     kinds: dict[object, list[torch.Tensor]] = {}
     for tensor in tensors:

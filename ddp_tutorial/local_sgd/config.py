@@ -39,18 +39,18 @@ def require_rounds(strategy: str, config: LocalConfig, steps: int | None) -> Non
     default = LocalConfig()
     for name in LocalConfig.model_fields:
         if getattr(config, name) != getattr(default, name) and name not in OPTIONS.get(strategy, frozenset()):
-            whose = " and ".join(each for each, options in OPTIONS.items() if name in options)
-            raise ValueError(f"'local.{name}' is an option of strategy {whose}, not of {strategy}")
+            *others, last = [each for each, options in OPTIONS.items() if name in options]
+            whose = f"strategy={', '.join(others)} or {last}" if others else f"strategy={last}"
+            raise ValueError(f"'local.{name}' requires {whose}, got strategy={strategy}")
     if strategy not in OPTIONS:
         return
     if strategy == "post_local_sgd" and not config.begin:
         raise ValueError(
-            "'local.begin' must be at least 1 for strategy post_local_sgd, got 0: "
-            "this strategy averages gradients first"
+            "'local.begin' must be at least 1 for strategy=post_local_sgd, got 0. The strategy first averages gradients"
         )
     if steps is not None and config.begin + config.round > steps:
-        after = f" after 'local.begin' = {config.begin}" if config.begin else ""
+        end = "'local.begin' + 'local.round'" if config.begin else "'local.round'"
+        got = f"{config.begin} + {config.round}" if config.begin else f"{config.round}"
         raise ValueError(
-            f"the first round must end within 'steps' = {steps}, got 'local.round' = {config.round}{after}. Otherwise, "
-            "the ranks never average their weights"
+            f"{end} must be at most 'steps' ({steps}), got {got}. With fewer steps, the ranks never average weights"
         )

@@ -1,4 +1,4 @@
-"""Compute the loss of a rank that takes local steps, without communication before the end of a round."""
+"""Compute each rank's loss without communication until the end of a round."""
 
 from collections.abc import Iterable
 
@@ -10,18 +10,18 @@ from ddp_tutorial.world import World
 
 
 class RoundLoss(StepLoss):
-    """A `StepLoss` that communicates only in steps in which `exchanges` is true.
+    """A `StepLoss` that communicates only if `exchanges` is true.
 
-    In other steps, the totals are this rank's own totals multiplied by the number of ranks. Stop flags are stored until
-    the next exchange.
+    Otherwise, the totals are this rank's own totals multiplied by the number of ranks. Stop flags are stored until the
+    next exchange.
 
     Attributes:
         exchanges: Whether the ranks sum their totals and stop flags in this step.
-        is_local: Whether the gradient belongs to this rank's own mean loss, rather than to the mean over all ranks.
+        is_local: Whether to compute the gradient of this rank's own mean loss instead of the global mean loss.
     """
 
     def __init__(self, loss: Loss, world: World, precision: Precision | None = None) -> None:
-        """Start with a step in which the ranks exchange their totals."""
+        """Initialize the loss with `exchanges` and `is_local` set to true."""
         super().__init__(loss, world, precision)
         self.exchanges, self.is_local = True, True
         self._stop_flags = 0.0  # the largest since the last exchange

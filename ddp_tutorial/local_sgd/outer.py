@@ -1,12 +1,12 @@
-"""Define DiLoCo's outer optimizer, whose gradient is the average weight change in a round.
+"""Define DiLoCo's outer optimizer, whose gradient is the negative average weight change in a round.
 
     start                      the weights at the beginning of the round
     difference = start - mean  the outer gradient
     velocity = momentum * velocity + difference
     weights = start - learning_rate * (difference + momentum * velocity)        Nesterov momentum
 
-With a learning rate of 1 and no momentum, the new weights are the mean, as in local SGD. The paper uses a learning rate
-of 0.7 and a momentum of 0.9, with AdamW as the inner optimizer.
+With a learning rate of 1 and no momentum, the new weights are the mean, as in local SGD. The DiLoCo paper uses a
+learning rate of 0.7 and a momentum of 0.9, with AdamW as the inner optimizer.
 """
 
 from collections.abc import Sequence
@@ -27,7 +27,7 @@ class OuterNesterov:
         """Store the arguments.
 
         Args:
-            named: The names and parameters of the model.
+            named: The model's parameters, with their names.
             learning_rate: The outer learning rate.
             momentum: The outer momentum.
         """
@@ -37,7 +37,7 @@ class OuterNesterov:
 
     @torch.no_grad()
     def begin(self) -> None:
-        """Save the current parameters as the start of a round."""
+        """Save the current parameters as the initial weights of a round."""
         for name, parameter in self.named:
             self.start[name].copy_(parameter)
 
@@ -55,11 +55,11 @@ class OuterNesterov:
             parameter.copy_(start - self.learning_rate * (difference + self.momentum * velocity))
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the start of the round and the velocity, by parameter name."""
+        """Return the round's initial weights and the velocity, by parameter name."""
         return {"start": self.start, "velocity": self.velocity}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore the start of the round and the velocity."""
+        """Restore the round's initial weights and the velocity."""
         for mine, stored in ((self.start, state["start"]), (self.velocity, state["velocity"])):
             for name, tensor in mine.items():
                 tensor.copy_(stored[name])

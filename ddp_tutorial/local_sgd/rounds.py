@@ -1,4 +1,4 @@
-"""Compute when the ranks average their weights. This module contains only arithmetic and starts no processes."""
+"""Determine when the ranks average their weights. This module contains only arithmetic and starts no processes."""
 
 from dataclasses import dataclass
 
@@ -11,7 +11,7 @@ class Rounds:
     begin: int = 0
 
     def local_steps(self, updates: int) -> int:
-        """Return the number of local steps since the ranks last held the same weights, after `updates` updates."""
+        """Return the number of local steps in the current round after `updates` updates."""
         return max(0, updates - self.begin) % self.length
 
     def ends_round(self, update: int) -> bool:

@@ -1,6 +1,6 @@
 """Save the state of ranks whose weights differ within a round.
 
-A checkpoint contains the mean of the weights, for `load`, `sample`, and `export`. It also contains each rank's own
+A checkpoint contains the averaged weights, which `load`, `sample`, and `export` use. It also contains each rank's own
 weights, so that a resumed run is bitwise identical to an uninterrupted run.
 """
 
@@ -41,7 +41,7 @@ class AveragedModelState:
 
 
 class LocalWeightsState:
-    """The state of this rank's weights and buffers within a round.
+    """This rank's weights and buffers within a round, as a checkpoint component.
 
     At the end of a round, the state contains no weights, because all ranks hold the averaged weights.
     """
@@ -51,8 +51,8 @@ class LocalWeightsState:
 
         Args:
             module: The model.
-            world: The ranks.
-            rounds: The rounds, which define when a round ends.
+            world: The participating ranks.
+            rounds: The length of a round, and the number of updates before the first round.
             alone: A function that returns the number of steps that this rank has taken in the current round.
         """
         self.module, self.world, self.rounds, self.alone = module, world, rounds, alone
@@ -80,17 +80,17 @@ class LocalWeightsState:
             self.module.load_state_dict(state["weights"])
 
     def load_resharded(self, states: Sequence[State], step: int) -> None:
-        """Do nothing at the end of a round, because all ranks hold the averaged weights.
+        """Do nothing if the checkpoint was saved at the end of a round, when all ranks hold the averaged weights.
 
         Raises:
-            CheckpointError: If the checkpoint was saved within a round, because the ranks' weights differ and cannot be
-                redistributed to a different number of ranks.
+            CheckpointError: If the checkpoint was saved within a round. The ranks' weights then differ and cannot be
+                loaded on a different number of ranks.
         """
         if alone := states[0]["alone"]:
             length, ranks = states[0]["length"], len(states)
             raise CheckpointError(
                 f"the checkpoint of step {step} was saved after {alone} of the {length} steps of a round. The weights "
-                f"of its {ranks} ranks differ and cannot be loaded on {self.world.size} ranks. Resume with {ranks} "
+                f"of the {ranks} ranks differ, so {self.world.size} ranks cannot load them. Resume with {ranks} "
                 "ranks, or from a checkpoint at the end of a round. To resume from the averaged weights, use "
                 "resume_without=[local]"
             )
@@ -112,7 +112,7 @@ class LocalOptimizerState:
         self.optimizer.load_state_dict(state)
 
     def load_resharded(self, states: Sequence[State], step: int) -> None:
-        """Restore the mean of the saved optimizer states, such as momentum and Adam's moving averages.
+        """Restore each state tensor, such as momentum or Adam's moving averages, as its mean over the saved ranks.
 
         Scalars, such as the step, are taken from the first rank.
         """

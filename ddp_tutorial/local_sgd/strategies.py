@@ -1,18 +1,18 @@
 """Define local SGD, post-local SGD, and DiLoCo as strategies for the trainer.
 
-Within a round, the ranks' weights differ. Evaluation and export use the mean over the ranks. At the end of a round,
-every rank holds this mean or, with DiLoCo, the outer parameters. Within a round, the mean is computed on demand. The
-weights are all-reduced once more, and then each rank restores its own weights. Therefore, evaluating and saving do not
-affect the training. The last round of a run may be shorter. In that case, the run's final model is the mean, and DiLoCo
+Within a round, the ranks' weights differ. Evaluation and export use the mean of the ranks' weights. At the end of a
+round, every rank holds this mean or, with DiLoCo, the outer parameters. Within a round, the mean is computed on demand.
+The weights are all-reduced, and each rank restores its own weights afterward. Therefore, evaluating and saving do not
+affect training. The last round of a run may be shorter. In that case, the run's final model is this mean, and DiLoCo
 takes no outer step.
 
 Any optimizer can be the inner optimizer. Each rank keeps its own optimizer state, which is never averaged.
 
 Within a round, the ranks do not communicate at all, so the latency of the link does not matter. Each rank trains on its
-own mean loss, which is also the loss that it logs. In the last step of a round, the ranks exchange the totals of the
-loss and the stop flags, during the backward pass. A rank with a non-finite gradient reports it when the ranks average
-their weights, and then all ranks raise the same error. Float16 is an exception. The ranks must agree on the loss scale,
-so they communicate in every step.
+own mean loss, which is also the loss that it logs. In the last step of a round, the ranks exchange the loss totals and
+the stop flags during the backward pass. A rank with a non-finite gradient reports it when the ranks average their
+weights, and then all ranks raise the same error. With float16, the ranks must agree on the loss scale, so they
+communicate in every step.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -67,10 +67,10 @@ class LocalSGD:
 
         Args:
             model: The model.
-            world: The ranks.
+            world: The participating ranks.
             loss: The loss function.
-            config: The length of a round, and the other options of the strategy.
-            link: The link that performs the all-reduces of the weights.
+            config: The strategy's options, such as the length of a round.
+            link: The link that all-reduces the weights.
             accumulation: The number of micro-batches per step on each rank.
             precision: The mixed-precision settings.
         """
@@ -86,7 +86,7 @@ class LocalSGD:
 
     @property
     def sent(self) -> int:
-        """The number of bytes that this rank has sent, excluding the loss, its metrics, and buffers."""
+        """The number of bytes that this rank has sent, excluding losses, metrics, and buffers."""
         return self.counted.sent
 
     @property
@@ -108,11 +108,11 @@ class LocalSGD:
         return optimizer
 
     def backward(self, batches: Sequence[Any], stop_flags: float = 0.0) -> Totals:
-        """Compute the gradient of this rank's mean loss.
+        """Compute the gradient of this rank's mean loss. Collective in the last step of a round.
 
         Returns:
-            In the last step of a round, which is collective, the totals of all ranks. In all other steps, this rank's
-            totals multiplied by the number of ranks.
+            The totals of all ranks in the last step of a round, and otherwise this rank's totals multiplied by the
+            number of ranks.
         """
         self.loss.is_local = True
         self.loss.exchanges = self.exchanges_each_step or self.rounds.ends_round(self.updates + 1)
@@ -121,8 +121,8 @@ class LocalSGD:
     def norm(self, gradients: Sequence[torch.Tensor]) -> torch.Tensor:
         """Return the norm of this rank's own gradient, for clipping.
 
-        A non-finite gradient is replaced with zeros, and its norm with 0. When the ranks average their weights, all
-        ranks raise an error.
+        A non-finite gradient and its norm are replaced with zeros, and all ranks raise an error when they average their
+        weights.
         """
         own = get_total_norm(gradients)
         if self.exchanges_each_step or own.isfinite():
@@ -168,7 +168,7 @@ class LocalSGD:
         return [parameter for _, parameter in self.alone.trainable]
 
     def sync_buffers(self) -> None:
-        """Do nothing, because each rank keeps its own buffers in a round. `full_parameters` uses rank 0's buffers."""
+        """Do nothing, because buffers are not synchronized within a round. `full_parameters` uses rank 0's buffers."""
 
     def evaluation_weights(self) -> AbstractContextManager[object]:
         """Return a context manager that loads the averaged weights into the model."""
@@ -205,11 +205,11 @@ class LocalSGD:
         }
 
     def state_dict(self) -> Mapping[str, float]:
-        """Return the state of the loss and the number of updates."""
+        """Return the loss state and the number of updates."""
         return {**self.loss.state_dict(), "updates": self.updates}
 
     def load_state_dict(self, state: Any) -> None:
-        """Restore the state of the loss and the number of updates."""
+        """Restore the loss state and the number of updates."""
         self.loss.load_state_dict(state)
         self.updates = int(state["updates"])
 

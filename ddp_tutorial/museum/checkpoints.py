@@ -196,7 +196,7 @@ def writes_beside_the_last_one(world: World, folder: Path) -> Result:
 
 
 def writes_two_files(world: World, folder: Path) -> Result:
-    """Write two files separately, each atomically, so a crash can leave files from different steps."""
+    """Replace two files atomically, but one after the other, so a crash can leave files from different steps."""
     model, start = ddp(), 0
     optimizer = Adam(model.parameters(), lr=0.01)
     if (folder / "model.pt").exists() and (folder / "optimizer.pt").exists():

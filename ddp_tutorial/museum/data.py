@@ -59,9 +59,9 @@ def skips_batches_of_its_own(world: World) -> Result:
 
 
 class _Stream(IterableDataset[int]):
-    """Stream of this rank's sample indices from 0 to 23, one reader after another.
+    """Stream of this rank's sample indices (out of 0 to 23), grouped by simulated `DataLoader` worker.
 
-    The bug is that the indices are already sharded by rank, but are sharded again across the readers of all ranks.
+    The bug is that the indices, which are already sharded by rank, are sharded again across all ranks' workers.
     """
 
     def __init__(self, world: World, readers: int) -> None:

@@ -10,8 +10,8 @@ A program is a function in plain torch. Its parameters determine which invariant
 - `model` and `optimizer`: the program compares the replicas.
 
 A program returns a dict of results. Numbers and tensors in the dict must not depend on the number of ranks. Three keys
-are special: `seen` contains the samples trained on in one epoch, `held_out` the validation samples, and `orders` the
-sample order in each epoch of a program that shuffles.
+are special. `seen` contains one epoch's training samples, and `held_out` contains the validation samples. If the
+program shuffles, `orders` contains the sample order of each epoch.
 
 No invariant refers to a particular bug. The tests also check that correct programs do not violate any invariant.
 """
@@ -160,7 +160,7 @@ def _copies(stage: Stage, program: Program) -> str:
 
 
 def _finding(stage: Stage, program: Program, names: set[str]) -> str:
-    """Return the first finding of the detectors with these names."""
+    """Return the first finding of the detectors in `names`, or "" if there is none."""
     every_step = checked(stage.world, lambda: [DataOverlap(), SameRandomNumbers(), ReplicaDrift(every=1)])
     outcomes = stage.once(
         (program, "checked"), lambda: stage.play(program, around=every_step, **_settings(stage, program))
@@ -280,9 +280,9 @@ def _errors(stage: Stage, program: Program) -> str:
 
 
 def _cuts(stage: Stage, program: Program) -> str:
-    """Kill the program after each step and in each write, resume it, and compare it with an uninterrupted run.
+    """Kill the program after each step and during each write, resume it, and compare it with an uninterrupted run.
 
-    Each rank runs the program on its own, because a kill on one rank terminates all ranks anyway.
+    Each rank runs the program as a single process, because killing one rank terminates all ranks anyway.
     """
     with tempfile.TemporaryDirectory(dir=stage.scratch) as scratch:
         folders = _folders(Path(scratch))
@@ -377,7 +377,7 @@ def _check(stage: Stage, program: Program) -> str:
 
 
 def _replica() -> tuple[nn.Module, torch.optim.Optimizer, dict[str, torch.Tensor]]:
-    """Return a model, its optimizer after one step, and some of their tensors by name, identical on all ranks."""
+    """Return a model and its optimizer after one step, identical on all ranks, and a dict of some of their tensors."""
     torch.manual_seed(0)
     model = nn.Sequential(first := nn.Linear(4, 2), nn.Linear(2, 1)).double()
     optimizer = torch.optim.Adam(model.parameters(), lr=0.01)

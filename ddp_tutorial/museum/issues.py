@@ -1,4 +1,4 @@
-"""Public issues and pull requests about the museum's bugs, in well-known programs and in PyTorch."""
+"""Public issues and pull requests about the museum's bugs, from PyTorch and from well-known programs."""
 
 _GITHUB = "https://github.com/"
 

@@ -40,7 +40,7 @@ def averages_accuracies(world: World) -> Result:
 
 
 def _shard(world: World) -> tuple[torch.Tensor, ...]:
-    """Return this rank's shard of a dataset that consists of two files with 15 and 9 samples."""
+    """Return this rank's shard of a dataset that consists of two files, one with 15 samples and one with 9."""
     return DATA[:] if world.size == 1 else DATA[:15] if world.is_main else DATA[15:]
 
 
@@ -184,7 +184,7 @@ def compares_with_rank_zero(world: World, model: nn.Module, optimizer: Optimizer
 
 
 def _tensors(state: object, name: str = "", depth: int = 9) -> dict[str, torch.Tensor]:
-    """Return the tensors in nested dictionaries, keyed by path, up to the given depth."""
+    """Return the tensors in nested dicts, up to the given depth, as a flat dict keyed by path."""
     if isinstance(state, torch.Tensor):
         return {name: state}
     if not isinstance(state, dict) or not depth:

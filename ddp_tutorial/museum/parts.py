@@ -18,7 +18,7 @@ Program = Callable[..., Any]
 
 @dataclass(frozen=True)
 class Exhibit:
-    """A bug, with a minimal program that contains it, and the same program with a fix.
+    """A bug, with a minimal program that contains the bug, and a fixed version of this program.
 
     `story` explains the bug, and `seen` describes its symptoms. `caught_by` lists the invariants for this bug; the
     program violates at least one of them. `variants` are programs with the same bug in a different form or place.
@@ -48,7 +48,7 @@ DATA = _data()
 
 
 def net(*layers: nn.Module) -> nn.Sequential:
-    """Return a model with fixed weights, 4 inputs, `layers` in the middle, and 1 output."""
+    """Return a model with 4 inputs, 1 output, and `layers` in the middle. The initial weights are fixed."""
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(4, 8), nn.Tanh(), *layers, nn.Linear(8, 1)).double()
 
@@ -58,7 +58,7 @@ def ddp(*layers: nn.Module, **options: Any) -> DistributedDataParallel:
 
 
 def loader(world: World, batch: int = 8, samples: int = 24) -> DataLoader[Any]:
-    """Return a loader of this rank's shard of the first `samples` samples. `batch` is the global batch size."""
+    """Return a loader for this rank's shard of the first `samples` samples. `batch` is the global batch size."""
     data: Dataset[Any] = Subset(DATA, range(samples))
     sampler: DistributedSampler[Any] = DistributedSampler(data, world.size, world.rank, shuffle=False)
     return DataLoader(data, batch // world.size, sampler=sampler)

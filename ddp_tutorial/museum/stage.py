@@ -1,8 +1,8 @@
 """Test harness that runs many programs per launch, on all ranks or on a single rank, optionally with injected faults.
 
 A program calls `torch.distributed` as usual. Each run uses a new default group, or a single-rank group if the run uses
-one process. A group's timeout is `TIMEOUT` seconds instead of half an hour. A run that hangs is therefore aborted soon
-and does not affect the next run.
+one process. A group's timeout is `TIMEOUT` seconds instead of 30 minutes. A run that hangs is therefore aborted
+quickly, and does not affect the next run.
 """
 
 import io
@@ -47,8 +47,8 @@ class StrikeError(RuntimeError):
 class Outcome:
     """Outcome of a run on one rank.
 
-    `error` is "" and `exit_code` is 0 if the program exited normally. `saves` contains the number of optimizer
-    steps before each written file.
+    `error` is "" and `exit_code` is 0 if the program exited normally. For each written file, `saves` contains the
+    number of preceding optimizer steps.
     """
 
     result: Any = None
@@ -95,7 +95,7 @@ class Stage:
     ) -> list[Outcome]:
         """Run a program, and return its outcomes in rank order on every rank. Collective.
 
-        With `alone`, each rank runs the program on its own, in a single-rank group.
+        If `alone` is true, each rank runs the program separately, in a single-rank group.
         """
         limit = timedelta(seconds=timeout)
         group = self._alone if alone else _new_group(limit)
@@ -131,13 +131,13 @@ class Stage:
         return folder
 
     def once(self, key: Any, play: Callable[[], list[Outcome]]) -> list[Outcome]:
-        """Return the result of `play`, which runs once per `key`, because several invariants use the same run."""
+        """Call `play` once per `key`, and return the cached result, because several invariants use the same run."""
         if key not in self._kept:
             self._kept[key] = play()
         return self._kept[key]
 
     def _diagnosed(self, group: dist.ProcessGroup, *, has_waited: bool) -> Diagnosis:
-        """Find the group's first collective in which the ranks differ. Collective."""
+        """Return a diagnosis of the group's first collective in which the ranks differ. Collective."""
         entered = [call for call in calls(2000) if call.group == group.group_name]
         if has_waited and entered:  # torch has aborted the last call
             entered[-1] = replace(entered[-1], done=False)
@@ -193,13 +193,13 @@ def _undisturbed(outcome: Outcome) -> Iterator[None]:
 
 
 def cut_after_step(number: int) -> Around:
-    """Return a fault that kills the program right after the update of step `number`, before the step is saved."""
+    """Return a fault that kills the program immediately after the update of step `number`, before the step is saved."""
 
     @contextmanager
     def around(outcome: Outcome) -> Iterator[None]:
         def step(*_: Any) -> None:
             if outcome.steps == number:
-                raise CutError(f"after step {number}")
+                raise CutError(f"killed after step {number}")
 
         hook = register_optimizer_step_post_hook(step)
         try:
@@ -211,7 +211,7 @@ def cut_after_step(number: int) -> Around:
 
 
 def cut_in_write(number: int) -> Around:
-    """Return a fault that kills the program when half of its `number`-th file is written."""
+    """Return a fault that kills the program halfway through writing file `number`, counted from 1."""
 
     @contextmanager
     def around(outcome: Outcome) -> Iterator[None]:
@@ -224,7 +224,7 @@ def cut_in_write(number: int) -> Around:
             counted(state, whole, *args, **options)
             outcome.saves.pop()
             Path(path).write_bytes(whole.getvalue()[: len(whole.getvalue()) // 2])
-            raise CutError(f"in the middle of file {number}")
+            raise CutError(f"killed while writing file {number}")
 
         torch.save = save  # type: ignore[assignment]
         try:
@@ -237,7 +237,7 @@ def cut_in_write(number: int) -> Around:
 
 @contextmanager
 def an_error(outcome: Outcome) -> Iterator[None]:
-    """Inject a fault: a layer raises `StrikeError` once, in the second forward pass."""
+    """Inject an error by raising `StrikeError` once, in a layer during the second forward pass."""
     layers = 0
 
     def forward(module: nn.Module, _: Any) -> None:
@@ -256,7 +256,7 @@ def an_error(outcome: Outcome) -> Iterator[None]:
 
 @contextmanager
 def a_sigterm(outcome: Outcome) -> Iterator[None]:
-    """Inject a fault: the process receives SIGTERM after the first update."""
+    """Inject a fault by sending SIGTERM to the process after the first optimizer step."""
 
     def by_default(*_: Any) -> None:
         raise CutError("SIGTERM")
@@ -275,7 +275,7 @@ def a_sigterm(outcome: Outcome) -> Iterator[None]:
 
 
 def checked(world: World, detectors: Callable[[], Sequence[Detector]]) -> Around:
-    """Attach `checking` at the first optimizer's first step. Findings are recorded in the same step."""
+    """Attach `checking` with `every=1` at the first optimizer step, and record its findings."""
 
     @contextmanager
     def around(outcome: Outcome) -> Iterator[None]:

@@ -1,8 +1,8 @@
-"""Implement the same training run in popular trainers, to compare their code, results and speed.
+"""Implement the same training run with several libraries, to compare their code, results and speed.
 
-`work` defines the run: the same initial weights, the same samples in each step, and the same number of steps. `plain`,
-`accelerate`, `fabric`, `lightning` and `huggingface` implement the run in these libraries. `ours` uses this package.
-Each module contains one function, `train`. `side_by_side` runs the trainers in the same ranks.
+`work` defines the initial weights, the samples in each step and the number of steps. `plain` implements the run with
+torch alone, `ours` with this package, and `accelerate`, `fabric`, `lightning` and `huggingface` with the corresponding
+library. Each module provides a function `train`. `side_by_side` runs all trainers on the same ranks.
 """
 
 import lazy_loader

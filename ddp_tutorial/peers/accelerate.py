@@ -1,4 +1,4 @@
-"""Train with Hugging Face Accelerate, which prepares the objects for a loop that the user writes."""
+"""Train with Hugging Face Accelerate, which prepares the model, optimizer and data loader for the user's loop."""
 
 from itertools import islice
 from pathlib import Path
@@ -12,7 +12,7 @@ from ddp_tutorial.world import World
 
 
 def train(_: World, work: Work) -> nn.Module:
-    """Train with Accelerate."""
+    """Train with Hugging Face Accelerate."""
     accelerator = Accelerator(cpu=True)
     model = work.model()
     optimizer = work.optimizer(model)

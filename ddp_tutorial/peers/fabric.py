@@ -11,7 +11,7 @@ from ddp_tutorial.world import World
 
 
 def train(world: World, work: Work) -> nn.Module:
-    """Train with Fabric."""
+    """Train with Lightning Fabric."""
     fabric = Fabric(accelerator="cpu", strategy="ddp", devices=world.size)
     fabric.launch()
     model = work.model()

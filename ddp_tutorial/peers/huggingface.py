@@ -1,4 +1,4 @@
-"""Train with Hugging Face's Trainer, which runs the loop and requires a model that returns its loss."""
+"""Train with Hugging Face's Trainer, which runs the loop and requires a model that returns the loss."""
 
 from typing import Any
 
@@ -12,8 +12,8 @@ from ddp_tutorial.world import World
 class WithLoss(nn.Module):
     """A model that accepts the columns of a batch by name and returns a dictionary with the loss.
 
-    If a batch contains "labels", the Trainer counts all labels other than -100 on all ranks. It expects the summed loss
-    divided by this count, and multiplies the result by the number of ranks because DDP averages the gradients.
+    If a batch contains "labels", the Trainer counts all labels other than -100 on all ranks. The Trainer expects the
+    loss sum divided by this count, and multiplies the quotient by the world size because DDP averages the gradients.
     """
 
     def __init__(self, work: Work) -> None:
@@ -28,10 +28,10 @@ class WithLoss(nn.Module):
 
 
 class Reporting(TrainerCallback):
-    """Callback that reports the mean loss logged by the Trainer."""
+    """A callback that reports the mean loss that the Trainer logs."""
 
     def __init__(self, work: Work) -> None:
-        """Store the `work` to which the callback reports."""
+        """Store `work`, to which the callback reports the loss."""
         self.work = work
 
     def on_log(self, *_: Any, logs: dict[str, float], **__: Any) -> None:
@@ -41,7 +41,7 @@ class Reporting(TrainerCallback):
 
 
 def train(_: World, work: Work) -> nn.Module:
-    """Train with the Trainer."""
+    """Train with Hugging Face's Trainer."""
     model = WithLoss(work)
     optimizer = work.optimizer(model)
     arguments = TrainingArguments(

@@ -12,7 +12,7 @@ from ddp_tutorial.world import World
 
 
 class Module(LightningModule):
-    """Lightning module that defines the model, the training step and the optimizer."""
+    """A Lightning module that defines the model, the training step and the optimizer."""
 
     def __init__(self, work: Work) -> None:
         """Create the model of `work`."""
@@ -36,7 +36,7 @@ class Module(LightningModule):
 
 
 def train(world: World, work: Work) -> nn.Module:
-    """Train with the Trainer."""
+    """Train with Lightning's Trainer."""
     module = Module(work)
     # Lightning's default sampler would always shuffle. Lightning calls `set_epoch` on this sampler.
     sampler = DistributedSampler(work.samples, world.size, world.rank, shuffle=work.shuffle)

@@ -1,4 +1,4 @@
-"""Train with this package's Trainer, which writes its log and TensorBoard events."""
+"""Train with this package's Trainer, which writes a log and TensorBoard events."""
 
 from torch import nn
 

@@ -1,4 +1,4 @@
-"""Train with plain torch. As in torch's recipe, the checkpoint contains the model, the optimizer and the progress."""
+"""Train with plain torch. As in PyTorch's recipe, checkpoints contain all state dicts and the step number."""
 
 from itertools import islice
 

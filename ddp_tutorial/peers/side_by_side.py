@@ -1,4 +1,4 @@
-"""Run the trainers one after another in the same ranks, and compare their weights and step times.
+"""Run the trainers one after another on the same ranks, and compare their weights and step times.
 
 outcomes = launch(train_with, 2, ["plain", "ours"], gpt(steps=40))[0]      # name -> Outcome
 """
@@ -30,7 +30,7 @@ class Outcome:
 
     Attributes:
         weights: The final weights.
-        seconds: The mean step time in seconds, including the trainer's work between steps.
+        seconds: The mean step time in seconds. It includes the trainer's work between steps.
         losses: The loss that the trainer reports for each step, averaged over all ranks.
         seen: This rank's sample indices in each step. Only `resume_with` records these indices.
     """
@@ -58,14 +58,14 @@ def train_with(world: World, names: Sequence[str], work: Work) -> dict[str, Outc
 
 
 def resume_with(world: World, names: Sequence[str], work: Work, after: int) -> dict[str, tuple[Outcome, Outcome]]:
-    """Train with each trainer, without and with an interruption. Collective.
+    """Run each trainer with and without an interruption. Collective.
 
-    Each trainer runs three times: without interruption; with a checkpoint after step `after` and a kill in the next
-    step; and from that checkpoint to the end. Like a restarted script, the last run starts with a new model and newly
-    seeded random number generators. At least two ranks are required.
+    Each trainer runs three times. The first run is not interrupted. The second run writes a checkpoint after step
+    `after` and is killed in the next step. The third run resumes from the checkpoint. Like a restarted script, it
+    starts with a new model and newly seeded random number generators. At least two ranks are required.
 
     Returns:
-        The outcomes of the first and the last run, by name. `seen` starts after step `after`.
+        The outcomes of the first and the third run, by name. The third run's `seen` starts with step `after` + 1.
     """
     outcomes = {}
     for name in names:
@@ -85,11 +85,11 @@ def resume_with(world: World, names: Sequence[str], work: Work, after: int) -> d
 
 
 class _KilledError(Exception):
-    """Simulated power failure, after which nothing is saved."""
+    """Raised to simulate a power failure, after which nothing is saved."""
 
 
 class _Numbered(Dataset[Batch]):
-    """Dataset that adds each sample's index to the sample."""
+    """A dataset that adds the sample index to each sample."""
 
     def __init__(self, samples: Any) -> None:
         self.samples = samples
@@ -102,7 +102,7 @@ class _Numbered(Dataset[Batch]):
 
 
 class _Watch:
-    """Recorder of the samples in each step. It raises an error in the step after `killed_after`."""
+    """A recorder of the sample indices in each step. It raises an error in the step after step `killed_after`."""
 
     def __init__(self, killed_after: int | None = None) -> None:
         self.killed_after = killed_after

@@ -1,4 +1,4 @@
-"""Define the run that all trainers perform: model, samples, loss, optimizer, scheduler and number of steps."""
+"""Define the model, samples, loss, optimizer, scheduler and number of steps for the run that all trainers perform."""
 
 import math
 from collections.abc import Callable
@@ -41,7 +41,7 @@ class Samples(Dataset[Batch]):
 
 @dataclass(frozen=True)
 class Work:
-    """A training run.
+    """The definition of a training run.
 
     Attributes:
         model: A function that returns a model, always with the same weights.
@@ -98,7 +98,7 @@ class Work:
 
 
 def digits(steps: int = 40, per_rank: int = 16) -> Work:
-    """Return a run with the convolutional network of `examples/digits.py`. BatchNorm uses each rank's own samples."""
+    """Return a run that trains the CNN of `examples/digits.py`. BatchNorm uses only each rank's own samples."""
     pixels, numbers = example.images("train").tensors
 
     def model() -> nn.Module:
@@ -113,10 +113,10 @@ def digits(steps: int = 40, per_rank: int = 16) -> Work:
 
 
 def perceptron(steps: int = 20, per_rank: int = 4, *, dropout: float = 0.0) -> Work:
-    """Return a run with a two-layer perceptron on 64 of the digit images, so that an epoch is short.
+    """Return a run that trains a two-layer perceptron on only 64 digit images, so that epochs are short.
 
-    The model has no tied weights, unlike `gpt`. Hugging Face's Trainer saves a model with tied weights only if the
-    model is a `PreTrainedModel`.
+    Unlike the model of `gpt`, the perceptron has no tied weights. Hugging Face's Trainer saves a model with tied
+    weights only if the model is a `PreTrainedModel`.
     """
     work = digits(steps, per_rank)
 
@@ -136,7 +136,7 @@ def gpt(
     width: int = 64,
     context: int = 64,
 ) -> Work:
-    """Return a run with this package's language model and text."""
+    """Return a run that trains this package's language model on the `python` corpus."""
     blocks = TokenBlocks(load_corpus("python").train, context)
 
     def model() -> nn.Module:
@@ -153,7 +153,7 @@ def gpt(
 
 
 def stories(steps: int = 40, per_rank: int = 8, *, longest: int = 96) -> Work:
-    """Return a run with a language model on padded stories of different lengths.
+    """Return a run that trains a language model on padded stories of different lengths.
 
     On a rank with short stories, the loss covers fewer tokens than on a rank with long stories.
     """

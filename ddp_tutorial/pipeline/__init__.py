@@ -1,8 +1,8 @@
 """Train a model that is split into consecutive pipeline stages on different ranks.
 
 `schedules` defines the order of the forward and backward passes, and validates a schedule before it runs. `stages`
-splits a model by the names of its modules. `runner` executes a schedule with sends and receives. `parallel` computes
-the gradient of an optimizer step, with one pipeline or several parallel pipelines.
+splits a model at named modules. `runner` executes a schedule with sends and receives. `parallel` computes the gradient
+of an optimizer step, with one pipeline or several parallel pipelines.
 """
 
 import lazy_loader

@@ -10,7 +10,7 @@ Name = Literal["gpipe", "1f1b", "interleaved"]
 
 
 class StagesConfig(Config):
-    """Settings for the schedule and the split into stages, for any number of ranks."""
+    """Settings for the schedule and the split into stages. They do not depend on the number of ranks."""
 
     schedule: Name = Field("1f1b", description="Order of forward and backward passes.")
     micro_batches: int = Field(4, ge=1, description="Micro-batches per pipeline in one run of the schedule.")
@@ -27,7 +27,7 @@ class StagesConfig(Config):
     )
 
     def on(self, ranks: int) -> "PipelineConfig":
-        """Return a copy of these settings, adapted to pipelines of `ranks` ranks.
+        """Return these settings as a `PipelineConfig` for pipelines of `ranks` ranks.
 
         Raises:
             ConfigError: If `check_on` rejects the settings.
@@ -49,7 +49,7 @@ class StagesConfig(Config):
 
 
 class PipelineConfig(StagesConfig):
-    """Settings for the split into stages, the schedule, and the number of ranks in a pipeline."""
+    """Settings for the schedule and the split into stages, and the number of ranks in a pipeline."""
 
     ranks: int = Field(2, ge=1, description="Ranks in a pipeline; the world size must be a multiple of this number.")
 
@@ -65,10 +65,10 @@ class PipelineConfig(StagesConfig):
 
 
 def require_schedule(name: Name, ranks: int, micro_batches: int, per_rank: int = 1) -> None:
-    """Validate the size of a schedule.
+    """Validate the number of ranks, the number of micro-batches, and the number of stages per rank for a schedule.
 
     Raises:
-        ConfigError: If the schedule does not support these numbers of ranks, micro-batches or stages per rank.
+        ConfigError: If the schedule does not support this combination of ranks, micro-batches, and stages per rank.
     """
     if min(ranks, micro_batches, per_rank) < 1:
         raise ConfigError(
@@ -81,6 +81,6 @@ def require_schedule(name: Name, ranks: int, micro_batches: int, per_rank: int =
         raise ConfigError("schedule 'interleaved' requires at least 2 stages per rank, got 1: use '1f1b'")
     if name != "gpipe" and micro_batches < ranks:
         raise ConfigError(
-            f"schedule {name!r} requires at least one micro-batch per rank, got {micro_batches} for {ranks} ranks. "
-            "Otherwise, some ranks are always idle. Use more micro-batches, or fewer stages"
+            f"schedule {name!r} requires at least {ranks} micro-batches (one per rank), got {micro_batches}. "
+            "With fewer micro-batches, some ranks are always idle. Use more micro-batches, or fewer ranks per pipeline"
         )

@@ -5,15 +5,15 @@ all of these operations have finished. Messages between two ranks do not have ta
 which they are issued. If ranks send as soon as possible and receive when they need a message, they can wait for each
 other forever.
 
-Therefore, every message is assigned to a slot, which has the same number on both ranks. The slots are time steps of a
-simulation in which each action and each message takes one step. A rank issues the messages of slot t as one batch, and
-then runs the action that starts in slot t:
+Therefore, every message is assigned to a slot with the same number on the sender and the receiver. The slots are time
+steps of a simulation in which each action and each message takes one step. A rank issues the messages of slot t as one
+batch, and then runs the action that starts in slot t. This order has three properties:
 
 - The sender's action has finished by slot t, so the message exists.
 - The receiver needs the message in slot t + 1 or later, so the message can arrive during the action of slot t.
-- There is no deadlock. If all batches before slot t finish, both ranks of each message in slot t reach slot t.
+- There is no deadlock. If all earlier batches finish, the sender and receiver of each message in slot t reach slot t.
 
-Slots only define an order. A rank never waits for a slot, but only for the message that its next action needs.
+Slots only define an order. A rank waits only for the message that its next action needs, never for a slot.
 """
 
 from typing import Literal, NamedTuple
@@ -31,7 +31,7 @@ class Transfer(NamedTuple):
 
 
 class Slot(NamedTuple):
-    """The messages that a rank sends and receives in one batch, and the action that it runs next."""
+    """The messages that a rank sends and receives in one batch, and the action that the rank runs next."""
 
     transfers: list[Transfer]
     action: Action | None
@@ -43,7 +43,7 @@ def slots_of(table: Table, *, with_shapes: bool = False) -> list[list[Slot]]:
     Args:
         table: The schedule.
         with_shapes: Whether the shape of each activation is sent one slot before the activation. A gradient has the
-            shape of its activation, so its shape is already known.
+            same shape as its activation, so the receiver already knows the shape.
     """
     ranks, stages = len(table), 1 + max(action.stage for row in table for action in row)
     plan = simulate(table, forward=1, backward=1, send=1)

@@ -1,7 +1,7 @@
-"""Compute the memory and communication of each pipeline rank from the schedule, without running the pipeline.
+"""Compute each pipeline rank's memory usage and communication volume from the schedule, without running the pipeline.
 
-The stages run once on PyTorch's meta device, to measure the bytes saved for the backward pass and the size of the
-output.
+The stages run once on PyTorch's meta device, to measure the number of bytes saved for the backward pass and the size
+of each output.
 """
 
 from collections.abc import Sequence
@@ -24,8 +24,8 @@ class StageCost:
 
     Attributes:
         activations: The number of bytes that the forward pass saves for the backward pass.
-        output: The size in bytes of the output for the next stage, or 0 for the last stage. The output's gradient has
-            the same size.
+        output: The size in bytes of the stage's output, or 0 for the last stage. The output's gradient has the same
+            size.
         parameters: Dict from a parameter's `id` to the parameter's number of elements.
     """
 
@@ -36,11 +36,11 @@ class StageCost:
 
 @dataclass(frozen=True)
 class RankCost:
-    """The memory and communication of one rank of a pipeline.
+    """The memory usage and communication volume of one rank of a pipeline.
 
     Attributes:
         parameters: The number of parameters.
-        activations: The peak memory of the activations in bytes.
+        activations: The peak activation memory in bytes.
         sent: The number of bytes sent to other ranks per step. The number includes activations, their gradients, and
             the gradients of parameters that other pipelines or other stages share.
     """
@@ -72,9 +72,9 @@ class _Through(nn.Module):
 
 
 def stage_costs(model: nn.Module, loss: Loss, batch: Any, config: PipelineConfig) -> list[StageCost]:
-    """Return the cost of each stage for one micro-batch `batch`.
+    """Return each stage's cost for the micro-batch `batch`.
 
-    The stages run on the meta device, so nothing is computed.
+    The stages run on the meta device, so no values are computed.
     """
     stages = split_into_stages(model, config.cuts or even_splits(model, config.stages))
     with count_saved_bytes(model) as kept:
@@ -90,17 +90,17 @@ def stage_costs(model: nn.Module, loss: Loss, batch: Any, config: PipelineConfig
 
 
 def rank_costs(costs: Sequence[StageCost], table: Table, copies: int = 1, accumulation: int = 1) -> list[RankCost]:
-    """Return the memory and communication of each rank of a pipeline.
+    """Return the memory usage and communication volume of each rank of a pipeline.
 
-    An all-reduce of n bytes over W ranks sends 2 n (W - 1) / W bytes. The gradients of a stage are reduced over the
-    pipelines, and the gradients of a tied parameter over the ranks that share it. Weights and gradients are float32.
-    The exchange of the micro-batches themselves is not included.
+    In an all-reduce of n bytes over W ranks, each rank sends 2 n (W - 1) / W bytes. The gradients of a stage are
+    reduced over the pipelines, and the gradients of a tied parameter over the ranks that share it. Weights and
+    gradients are float32. The exchange of micro-batches within a pipeline is not included.
 
     Args:
         costs: The cost of each stage.
         table: The schedule.
         copies: The number of pipelines.
-        accumulation: The number of schedule runs per step.
+        accumulation: The number of schedule executions per step.
     """
     ranks = len(table)
     of_ranks: list[dict[int, int]] = [{} for _ in table]

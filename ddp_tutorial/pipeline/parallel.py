@@ -6,8 +6,8 @@
     totals = pipeline.backward(micro_batches)           # the same on all ranks of a pipeline
     optimizer.step(); optimizer.zero_grad()
 
-With four ranks and pipelines of two ranks, there are two pipelines, which form a mesh of data 2 x pipeline 2. Ranks 0
-and 1 form the first pipeline. Ranks 2 and 3 form the second pipeline, which processes different micro-batches.
+With four ranks and two ranks per pipeline, there are two pipelines. The ranks form a 2 x 2 mesh (data x pipeline).
+Ranks 0 and 1 form the first pipeline. Ranks 2 and 3 form the second pipeline, which processes different micro-batches.
 Gradients are reduced over ranks 0 and 2, and over ranks 1 and 3.
 """
 
@@ -52,7 +52,7 @@ def check_pipeline(model: nn.Module, config: PipelineConfig, world_size: int) ->
 
 
 def require_cuts(config: PipelineConfig) -> None:
-    """Raise `ConfigError` if the stages depend on a measurement that has not run yet."""
+    """Raise `ConfigError` if the split into stages requires a measurement that is not available yet."""
     if config.split == "measured" and config.stages > 1 and not config.cuts:
         raise ConfigError(
             "pipeline.split=measured requires a Trainer, which measures the modules. Without a Trainer, set 'cuts' to "
@@ -69,7 +69,7 @@ def require_even_micro_batches(config: PipelineConfig) -> int:
     if config.micro_batches % config.ranks:
         raise ConfigError(
             "'pipeline.micro_batches' must be a multiple of the number of ranks per pipeline "
-            f"({config.ranks}), got {config.micro_batches}: each rank reads the same number of micro-batches"
+            f"({config.ranks}), got {config.micro_batches}. Each rank reads the same number of micro-batches"
         )
     return config.micro_batches // config.ranks
 
@@ -78,8 +78,8 @@ class Pipeline:
     """This rank's stages of a model, which compute the gradient of a step. The constructor is collective.
 
     The model starts with rank 0's weights. After construction, a rank needs only its own stages, and `del model` frees
-    the other stages. If a parameter belongs to stages of several ranks (tied embeddings), each of these ranks keeps a
-    replica. Each replica receives the sum of the gradients, so the replicas stay identical.
+    the other stages. If a parameter, such as a tied embedding, belongs to stages on several ranks, each of these ranks
+    keeps a replica. Each replica receives the sum of the gradients, so the replicas stay identical.
     """
 
     def __init__(
@@ -95,7 +95,7 @@ class Pipeline:
         """Split the model into stages and broadcast rank 0's weights. Collective.
 
         Args:
-            model: The full model, the same on all ranks.
+            model: The full model, which must be the same on all ranks.
             world: The participating ranks.
             loss: The loss function.
             config: The pipeline settings.
@@ -143,16 +143,16 @@ class Pipeline:
         The gradient is multiplied by the loss scale and stored in `.grad` of this rank's parameters.
 
         Args:
-            batches: The micro-batches, the same on all ranks of a pipeline. If there are k times as many
+            batches: The micro-batches, which must be the same on all ranks of a pipeline. If there are k times as many
                 micro-batches as the schedule requires, the schedule runs k times, and the gradients are summed.
-            stop_flags: A number to sum over all ranks.
+            stop_flags: The stop flags to sum over all ranks.
 
         Returns:
             The totals over all ranks, which are the same on every rank.
 
         Raises:
             ValueError: On all ranks, if the number of micro-batches is not a multiple of the number that the schedule
-                requires. Also raised if the element count of the loss is 0, because the mean is then undefined.
+                requires. The error is also raised if the loss averages over 0 elements, whose mean is undefined.
         """
         count = self.config.micro_batches
         if not batches or len(batches) % count:
@@ -168,7 +168,9 @@ class Pipeline:
                 _sum_gradients([p for p in self.named.values() if p.requires_grad], self.across, self.world.device)
             totals = self._totals(parts, stop_flags)
             if totals.counts[LOSS] == 0:
-                raise ValueError("the loss counted no elements on any rank in this step, so its mean is undefined")
+                raise ValueError(
+                    "the loss function counted no elements on any rank in this step, so the mean loss is undefined"
+                )
             gradients = [p.grad for p in self.named.values() if p.grad is not None]
             if gradients:
                 multiply_(gradients, 1 / totals.counts[LOSS])
@@ -199,7 +201,7 @@ class Pipeline:
         return owners
 
     def _groups_of_shared(self, stages: Sequence[Stage], names: dict[int, str]) -> dict[str, Any]:
-        """Return the process group of each tied parameter that this rank shares within its pipeline. Collective."""
+        """Return the process group of each tied parameter that other ranks of this pipeline also store. Collective."""
         places: dict[str, set[int]] = {}
         for number, stage in enumerate(stages):
             for parameter in stage.parameters():

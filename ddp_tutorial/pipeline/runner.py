@@ -1,20 +1,19 @@
-"""Run one optimizer step of a pipeline. Each rank executes its row of the schedule with sends and receives.
+"""Run one optimizer step of a pipeline. Each rank executes its part of the schedule with sends and receives.
 
 After a forward pass, a rank sends the activation to the rank of the next stage. After a backward pass, it sends the
 gradient of its input to the rank of the previous stage. The sends and receives are issued in batches
-(`batch_isend_irecv`), in the order of `exchanges.slots_of`. With this order, a schedule that `schedules.check` accepts
-cannot deadlock, with either gloo or NCCL. While a rank computes one action, it can receive the message for its next
-action.
+(`batch_isend_irecv`), in the order of `exchanges.slots_of`. In this order, a schedule that passes `schedules.check`
+cannot deadlock with gloo or NCCL. While a rank computes one action, it can receive the message for its next action.
 
 The shape of a message depends only on the micro-batch, which is the same on all ranks of a pipeline. If a step contains
-a micro-batch with a new shape, a header with the shape is sent before each activation. From the next step on, the shape
-is known.
+a micro-batch with a new shape, a header with the shape is sent before each activation. After that step, all ranks know
+the shape.
 
-In this project, pipelines have run with gloo only. For NCCL, the order of the batches is tested in a simulation.
+In this project, pipelines have been run only with gloo. For NCCL, the order of the batches is tested in a simulation.
 
 A loss function is called as `loss(model, batch)`. It must call the model once, with inputs from the batch, and return a
-sum and a count. On the first stage, the loss is called only to capture the inputs of the model, and is aborted at the
-model call. On the last stage, it is called with a stand-in for the model that returns the output of the last stage.
+sum and a count. On the first stage, the loss is called only to capture the model's inputs, and is aborted when it calls
+the model. On the last stage, it is called with a stand-in for the model that returns the output of the last stage.
 Other stages do not call the loss.
 """
 
@@ -65,7 +64,7 @@ class _Step:
 
 
 class StageRunner:
-    """The executor of one rank's row of a schedule."""
+    """An executor for one rank's part of a schedule."""
 
     def __init__(
         self,
@@ -82,7 +81,7 @@ class StageRunner:
 
         Args:
             table: The schedule.
-            stages: Dict from stage number to stage, for this rank's stages.
+            stages: This rank's stages, by stage number.
             loss: The loss function.
             peers: The ranks of the pipeline, in order.
             place: The position of this rank in `peers`.
@@ -108,14 +107,14 @@ class StageRunner:
         The gradient is multiplied by `precision.loss_scale`.
 
         Args:
-            batches: The micro-batches, the same on all ranks of the pipeline.
+            batches: The micro-batches, which must be the same on all ranks of the pipeline.
 
         Returns:
             The sums and counts of each micro-batch on the last stage, and an empty list on the other stages.
 
         Raises:
-            LossError: If the loss does not call its model exactly once.
-            ValueError: If the number of micro-batches is not the number that the schedule requires.
+            LossError: If the loss does not call the model exactly once.
+            ValueError: If the schedule requires a different number of micro-batches.
         """
         expected = 1 + max(action.micro_batch for action in self.table[self.place])
         if len(batches) != expected:
@@ -185,7 +184,7 @@ class StageRunner:
     # ------------------------------------------------------------------------------------------------ messages
 
     def _exchange(self, step: _Step, transfers: Sequence[Transfer]) -> None:
-        """Issue one batch of sends and receives, without waiting for it."""
+        """Issue one batch of sends and receives, without waiting for the batch to complete."""
         # Gloo reports a send as completed only after `wait`, so with gloo, sent tensors are kept until the step ends.
         step.sending = [(work, kept) for work, kept in step.sending if not work.is_completed()]
         transfers = [transfer for transfer in transfers if self._is_needed(step, transfer)]
@@ -285,14 +284,16 @@ def _from_header(header: torch.Tensor) -> Like:
 
 def _check_output(out: Any, stage: int) -> None:
     if not isinstance(out, torch.Tensor) or out.dim() > _HEADER - 2 or out.dtype not in _DTYPES:
+        is_tensor = isinstance(out, torch.Tensor)
+        found = f"dtype {out.dtype} and {out.dim()} dimensions" if is_tensor else f"type {type(out).__name__}"
         raise ValueError(
-            f"stage {stage} must return one tensor with a supported dtype and at most {_HEADER - 2} dimensions, got a "
-            f"{type(out).__name__}"
+            f"stage {stage} must return one tensor with a supported dtype and at most {_HEADER - 2} dimensions, got "
+            f"{found}"
         )
 
 
 class _CapturedCall(BaseException):
-    """Raised by the stand-in for a model, to abort the loss and return the arguments of the model.
+    """Raised by the stand-in for a model, to abort the loss and capture the arguments of the model.
 
     The class does not derive from `Exception`, because a loss might catch an `Exception`.
     """
@@ -307,27 +308,27 @@ def _inputs_of(loss: Loss, batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]
     """Return the positional and keyword arguments with which the loss calls its model.
 
     Raises:
-        LossError: If the loss does not call its model.
+        LossError: If the loss does not call the model.
     """
     try:
         loss(_FirstStageInput(), batch)
     except _CapturedCall as found:
         return found.inputs, found.named
-    raise LossError("in a pipeline, the loss must call its model exactly once, but the model was not called")
+    raise LossError("in a pipeline, the loss function must call the model exactly once, but it did not call the model")
 
 
 class _FirstStageInput(nn.Module):
-    """A stand-in for the model on the first stage, which raises its arguments as a `_CapturedCall`."""
+    """A stand-in for the model on the first stage, which raises a `_CapturedCall` with its arguments."""
 
     def forward(self, *inputs: Any, **named: Any) -> None:
-        """Raise the arguments as a `_CapturedCall`."""
+        """Raise a `_CapturedCall` that contains the arguments."""
         raise _CapturedCall(inputs, named)
 
 
 class _LastStageOutput(nn.Module):
-    """A stand-in for the model on the last stage, which returns that stage's output regardless of its arguments.
+    """A stand-in for the model on the last stage, which ignores its arguments and returns the stage's output.
 
-    `x` is the input from the previous stage. If there is only one stage, the stage is the model itself.
+    `x` is the input from the previous stage. With only one stage, `x` is None, and the stage receives the arguments.
     """
 
     def __init__(self, stage: nn.Module, x: torch.Tensor | None) -> None:
@@ -347,7 +348,9 @@ class _LastStageOutput(nn.Module):
             LossError: If the number of calls is not 1.
         """
         if self.calls != 1:
-            raise LossError(f"in a pipeline, the loss must call its model exactly once, got {self.calls} calls")
+            raise LossError(
+                f"in a pipeline, the loss function must call the model exactly once, got {self.calls} calls"
+            )
 
 
 def _drawing(seed: int | None, step: int, action: Action, device: torch.device) -> Any:

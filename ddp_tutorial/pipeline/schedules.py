@@ -1,4 +1,4 @@
-"""Define pipeline schedules as lists of each rank's actions, in order.
+"""Define pipeline schedules as ordered lists of actions, one list per rank.
 
 A schedule can be plotted and validated before it runs.
 
@@ -62,10 +62,10 @@ def gpipe(stages: int, micro_batches: int) -> Table:
 
 
 def one_f_one_b(stages: int, micro_batches: int) -> Table:
-    """Return a schedule that alternates one forward pass and one backward pass after a warm-up.
+    """Return a schedule that alternates forward and backward passes after a warm-up.
 
-    The warm-up consists of one forward pass per later stage. The rank of stage s stores the activations of at
-    most `stages` - s micro-batches, regardless of the total number of micro-batches.
+    On each stage, the warm-up consists of one forward pass for each later stage. The rank of stage s stores the
+    activations of at most `stages` - s micro-batches, regardless of the total number of micro-batches.
     """
     return [
         _in_turns(
@@ -78,7 +78,7 @@ def one_f_one_b(stages: int, micro_batches: int) -> Table:
 
 
 def interleaved(ranks: int, micro_batches: int, per_rank: int = 2) -> Table:
-    """Return a 1F1B schedule with `per_rank` stages on each rank, for a smaller bubble but more messages.
+    """Return a 1F1B schedule with `per_rank` stages on each rank. The bubble is smaller, but more messages are sent.
 
     The indices of a rank's stages differ by multiples of `ranks`. The micro-batches are processed in groups of `ranks`.
     A group passes through the first stage of a rank, and then through the rank's next stage. If `micro_batches` is not
@@ -110,7 +110,7 @@ def make_table(name: Name, ranks: int, micro_batches: int, per_rank: int = 1) ->
     """Return the schedule with this name.
 
     Raises:
-        ConfigError: If the schedule does not support these numbers of ranks, micro-batches or stages per rank.
+        ConfigError: If the schedule does not support this combination of ranks, micro-batches, and stages per rank.
     """
     require_schedule(name, ranks, micro_batches, per_rank)
     if name == "gpipe":
@@ -119,7 +119,7 @@ def make_table(name: Name, ranks: int, micro_batches: int, per_rank: int = 1) ->
 
 
 def table_of(config: PipelineConfig) -> Table:
-    """Return the actions of each rank, in order."""
+    """Return the schedule for a pipeline config."""
     return make_table(config.schedule, config.ranks, config.micro_batches, config.per_rank)
 
 
@@ -161,7 +161,7 @@ def check(table: Table, stages: int, micro_batches: int) -> None:
             if action not in expected:
                 raise ScheduleError(f"rank {rank} runs {action}, which belongs to a different rank")
             if action.kind == BACKWARD and action._replace(kind=FORWARD) not in seen:
-                raise ScheduleError(f"rank {rank} runs {action} before its forward pass")
+                raise ScheduleError(f"rank {rank} runs {action} before the corresponding forward pass")
             seen.add(action)
         if missing := sorted(expected - seen, reverse=True):
             others = f" and {len(missing) - 1} other actions" if missing[1:] else ""
@@ -170,7 +170,7 @@ def check(table: Table, stages: int, micro_batches: int) -> None:
 
 
 def peaks(table: Table) -> list[int]:
-    """Return the peak number of micro-batches whose activations each rank stores, counted once per stage."""
+    """Return each rank's peak number of stored activations, counting one per micro-batch and stage."""
     return [max(accumulate((1 if a.kind == FORWARD else -1 for a in actions), initial=0)) for actions in table]
 
 
@@ -178,7 +178,7 @@ def peaks(table: Table) -> list[int]:
 
 
 class Timed(NamedTuple):
-    """An action with its start and end, in seconds from the beginning of the step."""
+    """An action with its start and end times, in seconds from the beginning of the step."""
 
     action: Action
     start: float
@@ -187,7 +187,7 @@ class Timed(NamedTuple):
 
 @dataclass(frozen=True)
 class Plan:
-    """The times of a schedule's actions. `ranks[r]` lists the actions of rank r, in order."""
+    """The start and end times of a schedule's actions. `ranks[r]` lists the actions of rank r, in order."""
 
     ranks: list[list[Timed]]
 
@@ -198,7 +198,7 @@ class Plan:
 
     @property
     def bubble(self) -> float:
-        """The fraction of the total time that the ranks spend idle, from 0 to 1."""
+        """The fraction of time, from 0 to 1, during which the ranks are idle."""
         busy = sum(timed.end - timed.start for rank in self.ranks for timed in rank)
         return 1 - busy / (len(self.ranks) * self.makespan)
 
@@ -209,7 +209,7 @@ def simulate(
     backward: float | Sequence[float] = 2.0,
     send: float = 0.0,
 ) -> Plan:
-    """Compute the time of each action.
+    """Compute the start and end times of each action.
 
     Sending takes no time on the sending rank. The receiving rank waits until the input of its next action has arrived.
 
@@ -217,7 +217,7 @@ def simulate(
         table: The schedule.
         forward: The duration of a forward pass in seconds, as one value per stage or one value for all stages.
         backward: The duration of a backward pass in seconds, as one value per stage or one value for all stages.
-        send: The seconds between the end of an action and the arrival of its message at a different rank.
+        send: The time in seconds between the end of an action and the arrival of its message at a different rank.
 
     Raises:
         ScheduleError: If the ranks deadlock.
@@ -260,10 +260,10 @@ Semantics = Literal["buffered", "batched", "blocking"]
 
 
 def deadlocks(table: Table, sends: Semantics) -> str:
-    """Return a description of a schedule's deadlock with these send semantics, or "" if there is no deadlock.
+    """Return a description of a schedule's deadlock under the given send semantics, or "" if there is none.
 
-    - "buffered": A send does not block, as with gloo's `isend` if the handle is kept. A table that passes `check` does
-      not deadlock.
+    - "buffered": A send does not block, as with gloo's `isend` if the handle is kept. A schedule that passes `check`
+      does not deadlock.
     - "blocking": A rank receives, computes, and then sends. A send blocks until the matching receive starts
       (`dist.send` of large tensors).
     - "batched": After an action, its send and the receive for the next action are posted together, and the rank waits
@@ -299,7 +299,7 @@ Exchange = tuple[tuple[Message, ...], tuple[Message, ...]]  # the messages sent 
 
 
 def _exchanges(rank: int, table: Table, stages: int, sends: Semantics) -> list[Exchange]:
-    """Return the messages that a rank sends and receives, in the order in which it waits for them."""
+    """Return the messages that a rank sends and receives, in the order in which the rank waits for them."""
     program: list[Exchange] = []
     sending: tuple[Message, ...] = ()
     for action in table[rank]:
@@ -314,7 +314,7 @@ def _exchanges(rank: int, table: Table, stages: int, sends: Semantics) -> list[E
 
 
 def _follower(action: Action, stages: int) -> int | None:
-    """Return the stage that needs the output of `action`, or None if no stage does."""
+    """Return the stage that needs the output of `action`, or None if no stage needs it."""
     if action.kind == FORWARD:
         return action.stage + 1 if action.stage + 1 < stages else None
     return action.stage - 1 if action.stage else None

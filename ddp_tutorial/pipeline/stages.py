@@ -1,8 +1,8 @@
-"""Split a model into stages, by the names of the modules at which the stages begin.
+"""Split a model into stages that begin at named modules.
 
     split_into_stages(model, ["blocks.2"])     # a GPT of four blocks: stage 1 begins with block 2
 
-The model must be a chain, in which each module takes one tensor: the output of the previous module. An `nn.Sequential`
+The model must be a chain, in which each module takes only the output tensor of the previous module. An `nn.Sequential`
 is a chain. Any other model must define a `chain()` method that returns its modules by name, as `training.gpt` does.
 Models with skip connections across a stage boundary, such as a U-Net, are not supported.
 """
@@ -52,11 +52,11 @@ def chain_of(model: nn.Module) -> dict[str, nn.Module]:
 
 
 def split_into_stages(model: nn.Module, names: Sequence[str]) -> list[Stage]:
-    """Split `model` into stages, which share its parameters.
+    """Split `model` into stages that share the model's parameters.
 
     Args:
         model: A model that is a chain of modules.
-        names: The names of the first modules of stages 1, 2, and so on. Stage 0 is omitted.
+        names: The name of the first module in each stage except stage 0.
 
     Returns:
         The stages. There is one more stage than there are names.
@@ -76,8 +76,8 @@ def split_into_stages(model: nn.Module, names: Sequence[str]) -> list[Stage]:
         begins.append(known.index(name))
         if begins[-1] <= begins[-2]:
             raise ConfigError(
-                f"each stage must begin at a later module than the previous stage, got {name!r}. The order is "
-                f"{', '.join(known)}"
+                f"each stage must begin at a later module than the previous stage, got {name!r}. The modules in order "
+                f"are {', '.join(known)}"
             )
     ends = [*begins[1:], len(known)]
     return [Stage({name: chain[name] for name in known[a:b]}) for a, b in zip(begins, ends, strict=True)]
@@ -100,13 +100,13 @@ def even_splits(model: nn.Module, stages: int) -> list[str]:
 
 
 def balance(costs: Sequence[float], stages: int) -> list[int]:
-    """Return the index of the first module of each stage except stage 0, such that the maximum stage cost is minimal.
+    """Minimize the largest stage cost, and return the index of the first module in each stage except stage 0.
 
-    No stage is empty. In the table, best[k][j] is the cost of the most expensive stage if the first j modules are split
-    into k stages.
+    No stage is empty.
     """
     count = len(costs)
     sums = [sum(costs[:j]) for j in range(count + 1)]
+    # best[k][j]: the minimal largest stage cost for the first j modules in k stages, and the last stage's first module
     best: list[list[tuple[float, int]]] = [[(0.0 if j == 0 else float("inf"), 0) for j in range(count + 1)]]
     for k in range(1, stages + 1):
         row = [(float("inf"), 0)] * k

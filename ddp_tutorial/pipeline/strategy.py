@@ -1,11 +1,11 @@
 """Implement the trainer's `pipeline` strategy, which trains a model with pipeline parallelism.
 
-A source distributes samples to all ranks, but the ranks of a pipeline need the same micro-batches. Therefore, each rank
-sends its micro-batches to the other ranks of its pipeline. A step runs the schedule `accumulation` times, each time
-with `pipeline.micro_batches` new micro-batches. Each rank reads an equal share of them.
+The data source distributes samples over all ranks, but the ranks of a pipeline need the same micro-batches. Therefore,
+each rank sends its micro-batches to the other ranks of its pipeline. A step runs the schedule `accumulation` times,
+each time with `pipeline.micro_batches` new micro-batches. Each rank in the pipeline reads an equal share of them.
 
-Each rank stores the weights, activations, gradients, and optimizer state of its own stages only. To evaluate or export
-the full model, a rank temporarily gathers the missing weights; see `weights`.
+Each rank stores only the weights, activations, gradients, and optimizer state of its own stages. To evaluate or export
+the full model, the ranks temporarily gather the missing weights; see `weights`.
 """
 
 from collections.abc import Mapping, Sequence
@@ -34,7 +34,7 @@ from ddp_tutorial.zero.state import Groups, OptimizerState
 class PipelineStrategy:
     """A strategy in which every rank updates its own stages.
 
-    Dropout masks depend only on `seed`, the index of the schedule run, the stage, and the micro-batch.
+    Dropout masks depend only on `seed`, the index of the schedule execution, the stage, and the micro-batch.
     """
 
     link: Link | None = None  # tensors are sent by torch's own send and receive
@@ -52,13 +52,13 @@ class PipelineStrategy:
         """Split the model into stages. Collective.
 
         Args:
-            model: The full model, the same on all ranks.
+            model: The full model, which must be the same on all ranks.
             world: The participating ranks.
             loss: The loss function.
             config: The pipeline settings.
             seed: The seed for dropout.
             precision: The mixed-precision settings.
-            accumulation: The number of schedule runs per step, each with new micro-batches.
+            accumulation: The number of schedule executions per step, each of which uses new micro-batches.
         """
         self.micro_batches_per_rank = accumulation * require_even_micro_batches(config)
         self.module, self.world, self.config = model, world, config
@@ -88,7 +88,7 @@ class PipelineStrategy:
     def norm(self, gradients: Sequence[torch.Tensor]) -> torch.Tensor:
         """Return the norm of the full model's gradient. Collective.
 
-        The squares of all gradient elements are summed over the ranks. A tied parameter is counted on one rank only.
+        The squares of all gradient elements are summed over the ranks. A tied parameter is counted on only one rank.
         """
         once = [p.grad for name, p in self.pipeline.named.items() if p.grad is not None and self._is_first(name)]
         return total_norm_over(once, self.group, self.config.ranks, self.world.device)
@@ -105,7 +105,7 @@ class PipelineStrategy:
         return nullcontext()
 
     def full_parameters(self) -> AbstractContextManager[nn.Module]:
-        """Return a context manager in which this rank stores all weights. Collective."""
+        """Return a context manager that gathers all weights on this rank. Collective."""
         return self.weights.full_parameters()
 
     def checkpoint_components(self, optimizer: torch.optim.Optimizer) -> dict[str, Part]:
@@ -119,18 +119,18 @@ class PipelineStrategy:
         return self.pipeline.owners[name] == self.pipeline.place
 
     def state_dict(self) -> Mapping[str, float]:
-        """Return the number of completed schedule runs. The dropout masks depend on this number."""
+        """Return the number of completed schedule executions. The dropout masks depend on this number."""
         return {"step": self.pipeline.runner.number}
 
     def load_state_dict(self, state: Any) -> None:
-        """Restore the number of completed schedule runs."""
+        """Restore the number of completed schedule executions."""
         self.pipeline.runner.number = int(state["step"])
 
 
 def _to_device(batches: Any, device: torch.device) -> Any:
     """Return a nested structure with its tensors moved to `device`.
 
-    A GPU tensor cannot be unpickled on a different GPU.
+    Unpickling would restore a GPU tensor on the GPU with the sender's index, not on the receiver's GPU.
     """
     return tree_map(lambda leaf: leaf.to(device) if isinstance(leaf, torch.Tensor) else leaf, batches)
 

@@ -1,4 +1,4 @@
-"""Split a model into stages by the measured time of its modules, for `pipeline.split=measured`."""
+"""Split a model into stages by its modules' measured execution times, for `pipeline.split=measured`."""
 
 import copy
 import time
@@ -21,12 +21,12 @@ def measured_splits(
 ) -> list[str]:
     """Return the names of the modules at which to split `model` so that the slowest stage is as fast as possible.
 
-    The function measures a copy of the model, so that buffers and gradients do not change. Random number generators do
-    not change either.
+    The function measures a copy of the model, so the model's buffers and gradients do not change. The states of the
+    random number generators are restored.
 
     Args:
         model: A model that is a chain of modules, on the device to measure.
-        loss: The loss function. Its own time is added to the time of the last module.
+        loss: The loss function, whose execution time is added to the last module's execution time.
         batch: A micro-batch, on the same device.
         stages: The number of stages.
         precision: The mixed-precision settings.
@@ -36,13 +36,13 @@ def measured_splits(
 
 
 def splits_of(seconds: Mapping[str, float], stages: int) -> list[str]:
-    """Return the names of the modules at which to split, given each module's time in chain order."""
+    """Return the names of the modules at which to split, given each module's execution time, in chain order."""
     names = list(seconds)
     return [names[first] for first in balance(list(seconds.values()), stages)]
 
 
 def module_seconds(model: nn.Module, loss: Loss, batch: Any, precision: Precision | None = None) -> dict[str, float]:
-    """Return the time in seconds of each module's forward and backward pass, as the minimum of five passes."""
+    """Return each module's combined forward and backward time in seconds, as the minimum of five measurements."""
     precision = precision or Precision()
     timed = _TimedChain(copy.deepcopy(model), precision.world.device)
     passes = []
@@ -53,7 +53,7 @@ def module_seconds(model: nn.Module, loss: Loss, batch: Any, precision: Precisio
 
 
 class _TimedChain(nn.Module):
-    """A module that calls the modules of a chain one by one on detached inputs, and records their times."""
+    """A module that calls the modules of a chain one by one on detached inputs, and records their execution times."""
 
     def __init__(self, model: nn.Module, device: torch.device) -> None:
         super().__init__()
@@ -62,7 +62,7 @@ class _TimedChain(nn.Module):
         self.calls: list[tuple[str, torch.Tensor, torch.Tensor]] = []  # module, output, detached input of the next one
 
     def measure(self, loss: Loss, batch: Any, precision: Precision) -> dict[str, float]:
-        """Return a dict from module name to the time in seconds of one forward and backward pass."""
+        """Return a dict from module name to the duration in seconds of one forward and backward pass."""
         self.seconds, self.calls = dict.fromkeys(self.chain, 0.0), []
         last = list(self.chain)[-1]
         with precision.autocast():
@@ -77,7 +77,7 @@ class _TimedChain(nn.Module):
     def forward(self, *inputs: Any, **named: Any) -> Any:
         """Call the modules. The loss calls this method once.
 
-        The last module is not timed here, because `measure` derives its time from the time of the loss.
+        The last module is not timed here. `measure` derives that module's time from the duration of the loss call.
         """
         (first, module), *others = self.chain.items()
         if not others:

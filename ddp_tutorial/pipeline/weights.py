@@ -30,7 +30,7 @@ class StageWeights:
     """
 
     def __init__(self, model: nn.Module, pipeline: Pipeline, group: Any) -> None:
-        """Register the hooks that gather weights around the forward pass of each unit.
+        """Register the hooks that gather each unit's weights for the forward pass and then free them.
 
         Args:
             model: The full model.
@@ -86,7 +86,7 @@ class StageWeights:
             self._gather(names)
 
     def _after(self, names: list[str], *_: Any) -> None:
-        """Free the weights of other ranks after a module's forward pass, unless a backward pass will need them."""
+        """Free other ranks' weights after a module's forward pass, unless a backward pass will need them."""
         if self._is_free and not (self.is_training or self._is_pinned or torch.is_grad_enabled()):
             self._free(names)
 
@@ -116,7 +116,7 @@ class StageWeights:
 
 
 class StageWeightsState:
-    """A pipeline's weights in the checkpoint format.
+    """A checkpoint component that contains a pipeline's weights.
 
     Each tensor is written once. In the first pipeline, the first rank that stores the tensor writes it. All ranks that
     store the tensor read it.
@@ -144,4 +144,4 @@ class StageWeightsState:
         return self.own
 
     def load_state_dict(self, state: Any) -> None:
-        """Do nothing, because the tensors of `empty` have been read in place."""
+        """Do nothing, because the checkpoint has already been read into the tensors returned by `empty`."""

@@ -2,9 +2,9 @@
 
 - `hardware` describes devices and networks.
 - `transformer` counts the parameters, FLOPs and activations of a model.
-- `plan` defines how a step is distributed: strategy, micro-batches, tensor and pipeline parallelism, recomputation.
-- `computation` computes the time of the forward and backward pass. `communication` computes the time of collectives on
-  a two-level network.
+- `plan` defines the strategy, micro-batches, tensor and pipeline parallelism, and recomputation of a step.
+- `computation` computes the duration of the forward and backward passes. `communication` computes the duration of
+  collectives on a two-level network.
 - `memory` computes the memory required on a device.
 - `step` combines these results into an estimate.
 - `choice` compares plans. `published` lists training runs that other groups published, and `comparison` compares the

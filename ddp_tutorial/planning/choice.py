@@ -1,4 +1,4 @@
-"""Choose a plan for a model, devices and a network, and compute the time and cost of a run."""
+"""Choose a training plan for a given model, network, and number of devices, and compute a run's duration and cost."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -14,7 +14,7 @@ RECOMPUTATIONS: tuple[Recomputation, ...] = ("none", "half", "full")
 
 
 def choose(model: Transformer, device: Device, network: Network, devices: int, batch_tokens: float) -> list[Estimate]:
-    """Return the best plan of each kind, sorted by step time per token. Plans that do not fit into memory are last.
+    """Return the best plan of each kind, sorted by step time per token. Plans that do not fit into memory come last.
 
     Plans are of the same kind if they have the same strategy and the same degrees of tensor and pipeline parallelism.
     The best plan of a kind is the fastest plan that fits or, if no plan fits, the plan that requires the least memory.
@@ -24,10 +24,10 @@ def choose(model: Transformer, device: Device, network: Network, devices: int, b
         device: The device.
         network: The network.
         devices: The number of devices.
-        batch_tokens: The global batch size in tokens. A plan's batch size may differ by `BATCH_TOLERANCE`.
+        batch_tokens: The global batch size in tokens. Plans may deviate from it by the fraction `BATCH_TOLERANCE`.
 
     Raises:
-        ValueError: If no plan has this global batch size.
+        ValueError: If no plan's global batch size is within `BATCH_TOLERANCE` of `batch_tokens`.
     """
     best: dict[tuple[Strategy, int, int], Estimate] = {}
     for plan in candidates(model, network, devices, batch_tokens / model.sequence):
@@ -44,21 +44,21 @@ def choose(model: Transformer, device: Device, network: Network, devices: int, b
 
 
 def _order(estimate: Estimate) -> tuple[bool, float]:
-    """Return a sort key that puts the plans that fit first, by time per token, and then the others, by memory."""
+    """Return a sort key that orders plans that fit by time per token, followed by other plans in order of memory."""
     return not estimate.fits, 1 / estimate.tokens_per_second if estimate.fits else estimate.memory.total
 
 
 def candidates(model: Transformer, network: Network, devices: int, sequences: float) -> Iterator[Plan]:
     """Yield the plans to compare.
 
-    The degree of tensor parallelism is a power of two that fits into a node. The number of pipeline stages divides the
-    number of remaining devices. "zero2", "zero3" and "hsdp" are not combined with a pipeline.
+    The degree of tensor parallelism is a power of two, at most the number of devices per node. The number of pipeline
+    stages divides the number of tensor-parallel groups. "zero2", "zero3" and "hsdp" are not combined with a pipeline.
 
     Args:
         model: The model.
         network: The network.
         devices: The number of devices.
-        sequences: The global batch size in sequences. A plan's batch size may differ by `BATCH_TOLERANCE`.
+        sequences: The global batch size in sequences. Plans may deviate from it by the fraction `BATCH_TOLERANCE`.
     """
     for tensor in _powers(min(network.per_node, model.heads)):
         if devices % tensor or model.heads % tensor:
@@ -78,7 +78,7 @@ def candidates(model: Transformer, network: Network, devices: int, sequences: fl
 
 
 def _variants(plan: Plan, network: Network) -> Iterator[Plan]:
-    """Yield variants of `plan` with each permitted strategy and each kind of recomputation."""
+    """Yield one variant of `plan` for each combination of a permitted strategy and a kind of recomputation."""
     strategies: tuple[Strategy, ...] = ("ddp", "zero1")
     if plan.pipeline == 1:
         strategies = ("ddp", "zero1", "zero2", "zero3", "hsdp")
@@ -105,7 +105,7 @@ class RunCost:
     """The time and cost of a run.
 
     Attributes:
-        seconds: The run time in seconds, without failures, restarts, checkpoints and evaluations.
+        seconds: The run time in seconds, excluding failures, restarts, checkpoints and evaluations.
         device_hours: The run time in hours, multiplied by the number of devices.
         price: The cost of the device hours.
     """
@@ -116,14 +116,14 @@ class RunCost:
 
 
 def run_cost(estimate: Estimate, tokens: float, price_per_device_hour: float) -> RunCost:
-    """Return the time and cost of training on `tokens` tokens with a plan."""
+    """Return the duration and cost of a run that trains on `tokens` tokens with the plan in `estimate`."""
     seconds = tokens / estimate.tokens_per_second
     device_hours = seconds * estimate.plan.devices / 3600
     return RunCost(seconds, device_hours, device_hours * price_per_device_hour)
 
 
 def as_text(estimates: Sequence[Estimate]) -> str:
-    """Return plans as a text table."""
+    """Return a text table with one row per plan."""
     width = max(len(estimate.plan.label) for estimate in estimates)
     lines = [f"{'plan':{width}}  micro-batches  chunks      step    MFU    HFU  idle   memory  fits"]
     for estimate in estimates:

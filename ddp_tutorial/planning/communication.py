@@ -1,8 +1,8 @@
-"""Compute the time and the traffic of collectives on a two-level network.
+"""Compute the duration and the traffic of collectives on a two-level network.
 
 A ring over all devices in a group passes through each node once. Steps within a node have the latency of the fast
-domain, and steps between nodes have the latency of the fabric. NCCL runs one ring per network card, so a group can use
-the network cards of all its devices on a node. An all-reduce can also use a tree, whose latency grows with the
+domain, and steps between nodes have the latency of the fabric. NCCL runs one ring per network card, so on each node, a
+group can use the network cards of all its devices. An all-reduce can also use a tree, whose latency grows with the
 logarithm of the number of nodes. NCCL chooses the faster algorithm with the same formulas:
 https://github.com/NVIDIA/nccl, src/graph/tuning.cc.
 """
@@ -23,7 +23,7 @@ class Group:
 
     Attributes:
         size: The number of devices.
-        nodes: The number of nodes. Each node contains the same number of these devices.
+        nodes: The number of nodes. Each node contains the same number of the group's devices.
     """
 
     size: int
@@ -52,7 +52,7 @@ def group_of(size: int, stride: int, per_node: int) -> Group:
 
 
 def pass_seconds(group: Group, network: Network, nbytes: float) -> float:
-    """Return the time of a ring reduce-scatter or all-gather of `nbytes` bytes, in W - 1 steps of `nbytes` / W."""
+    """Return the duration of a ring reduce-scatter or all-gather over W devices (W - 1 steps of `nbytes` / W bytes)."""
     if group.size == 1:
         return 0.0
     latency = group.nodes * (group.local - 1) * network.inside.latency + (group.nodes - 1) * network.across.latency
@@ -60,7 +60,7 @@ def pass_seconds(group: Group, network: Network, nbytes: float) -> float:
 
 
 def all_reduce_seconds(group: Group, network: Network, nbytes: float) -> float:
-    """Return the time of an all-reduce of `nbytes` bytes, by a ring or a tree, whichever has the lower latency."""
+    """Return the duration of an all-reduce of `nbytes` bytes over a ring or a tree, whichever has the lower latency."""
     if group.size == 1:
         return 0.0
     tree = 2 * ((group.local - 1) * network.inside.latency + math.log2(group.nodes) * network.across.latency)
@@ -69,10 +69,10 @@ def all_reduce_seconds(group: Group, network: Network, nbytes: float) -> float:
 
 
 def sent_bytes(group: Group, nbytes: float) -> float:
-    """Return the bytes that a device sends in a reduce-scatter or all-gather of `nbytes` bytes."""
+    """Return the number of bytes that a device sends in a reduce-scatter or all-gather of `nbytes` bytes."""
     return nbytes * (group.size - 1) / group.size
 
 
 def sent_across(group: Group, nbytes: float) -> float:
-    """Return the part of `sent_bytes` that leaves the node. Only one of the `local` devices sends across nodes."""
+    """Return the number of bytes per device that leave the node. Only one of a node's devices sends to other nodes."""
     return sent_bytes(group, nbytes) / group.local if group.nodes > 1 else 0.0

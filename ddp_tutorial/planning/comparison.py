@@ -2,7 +2,7 @@
 
 The only fitted constant of the model is the fraction of the achievable matrix FLOP/s that training reaches
 (`hardware.REACHED`). `fit` chooses this constant once for all runs, by minimizing the sum of |log(predicted /
-published)|. `Comparison.left_out` is a run's error if the run itself is left out of the fit.
+published)|. `Comparison.left_out` is a run's prediction error if the fit excludes that run.
 """
 
 import math
@@ -44,7 +44,7 @@ class Comparison:
 
 
 def comparison(runs: Sequence[PublishedRun] = PUBLISHED_RUNS) -> list[Comparison]:
-    """Return the comparison of each run, in the order of `runs`."""
+    """Compare each run with its prediction, and return the results in the order of `runs`."""
     logarithms = [_logarithms(run) for run in runs]
     left_out = [
         logarithms[number][_best([*logarithms[:number], *logarithms[number + 1 :]])] for number in range(len(runs))
@@ -56,7 +56,7 @@ def comparison(runs: Sequence[PublishedRun] = PUBLISHED_RUNS) -> list[Comparison
 
 
 def fit(runs: Sequence[PublishedRun] = PUBLISHED_RUNS) -> float:
-    """Return the value of `REACHED` in `GRID` that fits `runs` best."""
+    """Return the element of `GRID` that fits `runs` best as the value of `REACHED`."""
     return GRID[_best([_logarithms(run) for run in runs])]
 
 
@@ -73,7 +73,7 @@ def predict(run: PublishedRun, reached: float = REACHED) -> Estimate:
         reached: The value of the fitted constant.
 
     Raises:
-        ValueError: If the run uses context parallelism, which the model does not describe.
+        ValueError: If the run uses context parallelism, which the model does not support.
     """
     if run.context > 1:
         raise ValueError(f"context parallelism is not modeled, but {run.name} uses {run.context} ranks per sequence")
@@ -82,18 +82,18 @@ def predict(run: PublishedRun, reached: float = REACHED) -> Estimate:
 
 
 def published_mfu(run: PublishedRun) -> float:
-    """Return the published throughput as MFU."""
+    """Return the MFU that corresponds to the published throughput."""
     return run.tokens_per_second * model_of(run).flops_per_token / DEVICES[run.device].flops
 
 
 def _logarithms(run: PublishedRun) -> list[float]:
-    """Return the logarithm of predicted / published for each value in `GRID`."""
+    """Return log(predicted MFU / published MFU) for each value in `GRID`."""
     published = published_mfu(run)
     return [math.log(predict(run, reached).mfu / published) for reached in GRID]
 
 
 def _best(logarithms: Sequence[Sequence[float]]) -> int:
-    """Return the index in `GRID` with the smallest sum of absolute logarithms."""
+    """Return the index of the element of `GRID` with the smallest sum of absolute logarithms over all runs."""
     return min(range(len(GRID)), key=lambda position: sum(abs(each[position]) for each in logarithms))
 
 
@@ -117,7 +117,7 @@ def model_of(run: PublishedRun) -> Transformer:
 
 
 def plan_of(run: PublishedRun) -> Plan:
-    """Return the plan of a published run, without its context parallelism."""
+    """Return the plan of a published run, excluding context parallelism."""
     return Plan(
         _STRATEGIES[run.zero],
         run.devices // run.context,
@@ -144,7 +144,7 @@ def network_of(run: PublishedRun) -> Network:
 
 
 def as_text(rows: Sequence[Comparison]) -> str:
-    """Return a comparison as a text table, with the median errors."""
+    """Return a text table with one row per run, followed by the median errors."""
     width = max(len(row.run.name) for row in rows)
     lines = [f"{'run':{width}}  published  predicted  error  left out  software"]
     for row in rows:

@@ -1,8 +1,8 @@
-"""Compute a device's computation time in the forward and backward pass of a micro-batch.
+"""Compute a device's computation time for the forward and backward passes of a micro-batch.
 
-Three kinds of work take time: matrix products, attention, and reading and writing activations in memory. Memory traffic
-is counted in bytes per token, for the operations between the matrix products: normalization, rotation of queries and
-keys, the activation function, dropout and residual additions. Each operation counts as a separate 16-bit kernel.
+Three kinds of work take time: matrix products, attention, and memory access to activations. Memory traffic, in bytes
+per token, is counted for the operations between the matrix products. These are normalization, rotation of queries and
+keys, activation, dropout and residual additions. Each operation counts as a separate 16-bit kernel.
 """
 
 from typing import NamedTuple
@@ -22,7 +22,7 @@ FUSED_BACKWARD = 2.5
 
 
 class Passes(NamedTuple):
-    """The times of the forward and the backward pass, in seconds."""
+    """The durations of the forward and backward passes, in seconds."""
 
     forward: float
     backward: float
@@ -31,7 +31,7 @@ class Passes(NamedTuple):
 def stage_seconds(model: Transformer, plan: Plan, device: Device) -> Passes:
     """Return a pipeline stage's computation time per micro-batch. The backward pass includes recomputation.
 
-    The result applies to the stage with the most layers. The output layer is divided equally among the stages.
+    The result applies to the stage with the most layers. The output layer's time is divided equally among the stages.
     """
     tokens = plan.micro_batch * model.sequence / plan.tensor
     dense, attention = _dense(model, device), _attention(model, plan, device)
@@ -49,12 +49,12 @@ def stage_seconds(model: Transformer, plan: Plan, device: Device) -> Passes:
 
 
 def _dense(model: Transformer, device: Device) -> float:
-    """Return the seconds per token of a layer's forward pass, without attention."""
+    """Return the time, in seconds per token, of a layer's forward pass, excluding attention."""
     return 2 * model.layer_matrices / device.matmul_flops + _layer_traffic(model) / device.memory_bandwidth
 
 
 def _layer_traffic(model: Transformer) -> int:
-    """Return the bytes per token that a layer's operations between matrix products access in the forward pass."""
+    """Return a layer's memory traffic between matrix products in the forward pass, in bytes per token."""
     norms = 2 * 4 * model.width
     residuals = 2 * 6 * model.width
     rotation = 4 * (model.width + 2 * model.kv_width)
@@ -63,7 +63,7 @@ def _layer_traffic(model: Transformer) -> int:
 
 
 def _attention(model: Transformer, plan: Plan, device: Device) -> float:
-    """Return the seconds per token of a layer's attention. A fused kernel skips the masked half of the scores."""
+    """Return the attention time per layer, in seconds per token. A fused kernel skips the masked half of the scores."""
     flops = 4 * model.sequence * model.width
     if plan.fused_attention:
         return flops / 2 / (device.flops * device.attention_fraction)
@@ -71,14 +71,14 @@ def _attention(model: Transformer, plan: Plan, device: Device) -> float:
 
 
 def _output(model: Transformer, device: Device) -> float:
-    """Return the seconds per token of the output layer and the loss in the forward pass."""
+    """Return the time, in seconds per token, of the output layer and the loss in the forward pass."""
     return (
         2 * model.vocabulary * model.width / device.matmul_flops + LOGITS * model.vocabulary / device.memory_bandwidth
     )
 
 
 def hardware_flops_per_token(model: Transformer, plan: Plan) -> float:
-    """Return the FLOPs per token, including recomputation but not the recomputation inside fused kernels."""
+    """Return the FLOPs per token, which include all recomputation except that inside fused kernels."""
     again = {
         "none": 0,
         "selective": 0 if plan.fused_attention else model.attention_flops,

@@ -56,7 +56,7 @@ class Network:
         name: The name of the network.
         per_node: The number of devices in a fast domain.
         inside: The link from a device to other devices in its domain.
-        across: The link from a device to other domains, with an equal share of its node's network bandwidth.
+        across: The link from a device to other domains. Devices share their node's network bandwidth equally.
         source: The URL of the specification.
     """
 

@@ -19,8 +19,8 @@ class Memory:
     Attributes:
         weights: Weights, in the dtype of the computation.
         gradients: Gradients.
-        optimizer: The moments and the float32 copy of the weights.
-        gathered: The weights of two layers and of the output layer, which "zero3" and "hsdp" all-gather temporarily.
+        optimizer: The optimizer's moments and the float32 copy of the weights.
+        gathered: With "zero3" and "hsdp", the temporarily all-gathered weights of two layers and the output layer.
         activations: Activations that the forward pass stores for the backward pass, including logits.
     """
 
@@ -32,7 +32,7 @@ class Memory:
 
     @property
     def total(self) -> float:
-        """The total in bytes."""
+        """The total memory in bytes."""
         return self.weights + self.gradients + self.optimizer + self.gathered + self.activations
 
     def fits(self, device: Device) -> bool:
@@ -46,7 +46,7 @@ def memory_of(model: Transformer, plan: Plan, shard: int) -> Memory:
     Args:
         model: The model.
         plan: The plan.
-        shard: The number of devices that shard the model state, at least 1.
+        shard: The number of devices over which the model state is sharded, at least 1.
     """
     own = plan.device_parameters(model.parameters)
     kind = "zero3" if plan.strategy == "hsdp" else plan.sharding
@@ -57,16 +57,16 @@ def memory_of(model: Transformer, plan: Plan, shard: int) -> Memory:
 
 
 def _gathered_parameters(model: Transformer) -> int:
-    """Return the number of parameters that are gathered at the same time, in two layers and the output layer."""
+    """Return the total number of parameters in two layers and the output layer, which are gathered simultaneously."""
     return model.vocabulary * model.width + min(2, model.layers) * model.layer_parameters
 
 
 def activation_bytes(model: Transformer, plan: Plan) -> float:
-    """Return the activation bytes on the device that stores the most activations.
+    """Return the size of the activations, in bytes, on the device that stores the most activations.
 
     In a 1F1B pipeline of p stages, the first stage stores the activations of up to p micro-batches. The last stage
-    stores the activations of one micro-batch and the logits. With v chunks per stage, interleaving adds a factor of
-    1 + (p - 1) / (p v) (Korthikanti et al., 2022).
+    stores the activations and logits of one micro-batch. With v chunks per stage, interleaving multiplies the
+    activation memory by 1 + (p - 1) / (p v) (Korthikanti et al., 2022).
     """
     tokens = plan.micro_batch * model.sequence
     layer = tokens * model.activation_bytes(plan.recomputation, plan.tensor, fused=plan.fused_attention)

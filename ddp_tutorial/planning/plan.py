@@ -11,12 +11,12 @@ Strategy = Literal["ddp", "zero1", "zero2", "zero3", "hsdp"]
 
 @dataclass(frozen=True)
 class Precision:
-    """Bytes per parameter. The default is 2 + 2 + 12 bytes, for mixed precision with AdamW.
+    """The number of bytes per parameter. The defaults, which sum to 16, are for mixed precision with AdamW.
 
     Attributes:
         weights: Bytes per weight, in computation and in all-gathers.
         gradients: Bytes per gradient, in memory and in reductions.
-        optimizer: Bytes of optimizer state per weight: by default, a float32 copy and two float32 moments.
+        optimizer: Bytes of optimizer state per weight. The default covers a float32 copy and two float32 moments.
     """
 
     weights: int = 2
@@ -26,9 +26,9 @@ class Precision:
 
 @dataclass(frozen=True)
 class Plan:
-    """The distribution of a training step.
+    """The distribution of a training step over devices.
 
-    The devices form a mesh of data x pipeline x tensor. As in Megatron-LM, the tensor-parallel index varies fastest,
+    The devices form a data x pipeline x tensor mesh. As in Megatron-LM, the tensor-parallel index varies fastest,
     then the data-parallel index, then the pipeline stage.
 
     Attributes:
@@ -44,7 +44,7 @@ class Plan:
             data-parallel devices per node.
         recomputation: The activations that the backward pass recomputes.
         fused_attention: Whether a fused kernel (FlashAttention) computes attention.
-        precision: Bytes per parameter.
+        precision: The number of bytes per parameter.
     """
 
     strategy: Strategy
@@ -73,15 +73,15 @@ class Plan:
 
     @property
     def data(self) -> int:
-        """The data-parallel degree, that is, the number of devices or device groups with different samples."""
+        """The data-parallel degree, that is, the number of devices or device groups that process different samples."""
         return self.devices // (self.tensor * self.pipeline)
 
     @property
     def sharding(self) -> Strategy:
-        """The strategy that determines memory and communication.
+        """The effective strategy, which determines memory usage and communication.
 
-        As in `torch.distributed.pipelining`, a pipeline stage keeps gathered weights and accumulated gradients for all
-        micro-batches. Therefore, "zero2" and "zero3" are equivalent to "zero1" in a pipeline.
+        As in `torch.distributed.pipelining`, a pipeline stage keeps gathered weights and accumulated gradients across
+        all micro-batches. Therefore, "zero2" and "zero3" are equivalent to "zero1" in a pipeline.
         """
         return "zero1" if self.pipeline > 1 and self.strategy in {"zero2", "zero3"} else self.strategy
 
@@ -90,7 +90,7 @@ class Plan:
         return self.interleaving * math.ceil(layers / (self.pipeline * self.interleaving))
 
     def device_parameters(self, parameters: int) -> float:
-        """Return the parameters per device before data-parallel sharding, for a model with `parameters` parameters."""
+        """Return the number of parameters per device before data-parallel sharding, given the model's total."""
         return parameters / (self.tensor * self.pipeline)
 
     @property

@@ -1,23 +1,23 @@
 """Training runs that other groups published, with their plans and throughputs.
 
-The runs were chosen before the first prediction, by three rules:
+The runs were chosen before the first prediction, according to three criteria:
 
 - The plan is published (parallel degrees, micro-batch, recomputation).
 - The plan uses only data, tensor and pipeline parallelism.
 - The run computes in bfloat16 or float16.
 
-No run was removed afterwards. Two plans were made more precise, based on their sources: the chunks of Llama 3 405B, and
-torchtitan's selective recomputation. `CONTEXT_PARALLEL_RUNS` contains runs outside these rules.
+No run was removed afterward. Two details were later refined based on the sources: the chunks of Llama 3 405B, and
+torchtitan's selective recomputation. `CONTEXT_PARALLEL_RUNS` contains runs that also use context parallelism.
 
-Excluded runs, with the reasons:
+These runs were excluded:
 
 - PaLM 540B: its TPU v4 torus has no fast domain inside a slower fabric.
-- OPT-175B: the source states only "up to 147 TFLOP/s", and not the degree of tensor parallelism.
-- Llama 2 and OLMo-core: the parallel degrees, or the number of GPUs, are not published.
-- Megatron-LM, table 1 (2021) and the H100 table of its README: the micro-batches are not published.
+- OPT-175B: the source states only "up to 147 TFLOP/s", but not the degree of tensor parallelism.
+- Llama 2 and OLMo-core: either the parallel degrees or the number of GPUs is not published.
+- Megatron-LM, table 1 (2021) and the H100 table of its README: the micro-batch sizes are not published.
 
 The sources use several conventions. `PublishedRun.tokens_per_second` converts all figures to tokens per second per
-device. Only this number is compared with a prediction.
+device. Only the converted throughput is compared with a prediction.
 """
 
 from dataclasses import dataclass
@@ -41,7 +41,7 @@ class PublishedRun:
     """One published training run.
 
     Attributes:
-        name: The model and the number of devices.
+        name: The model, the number of devices, and the device type.
         year: The year of publication.
         software: The training framework.
         layers: The number of transformer blocks.
@@ -52,26 +52,26 @@ class PublishedRun:
         gated: Whether the feed-forward layer has a gate (SwiGLU), and therefore three matrices instead of two.
         vocabulary: The number of rows in the token embedding.
         tied: Whether the embedding and the output layer share their weights.
-        sequence: Tokens per sequence.
+        sequence: The number of tokens per sequence.
         flash_attention: Whether a fused kernel computes attention, without writing the attention matrix to memory.
-        device: The type of the device, a key of `DEVICES`.
+        device: The device type, which is a key of `DEVICES`.
         devices: The number of devices.
         fabric: The type of the network between nodes. Each node contains eight devices.
-        fabric_gbit: Gbit/s per device between nodes, in each direction.
+        fabric_gbit: The bandwidth between nodes in each direction, in Gbit/s per device.
         fabric_published: Whether the source states `fabric_gbit`. Otherwise, the value is typical of such nodes.
         zero: The ZeRO stage over the data-parallel ranks. 0 means DDP.
-        data: Data-parallel ranks.
-        tensor: Tensor-parallel ranks.
-        pipeline: Pipeline stages.
-        chunks: Model chunks per pipeline rank. If greater than 1, the schedule is interleaved.
-        context: Context-parallel ranks, which split each sequence.
-        micro_batch: Sequences per micro-batch on each data-parallel rank.
+        data: The number of data-parallel ranks.
+        tensor: The number of tensor-parallel ranks.
+        pipeline: The number of pipeline stages.
+        chunks: The number of model chunks per pipeline rank. If it is greater than 1, the schedule is interleaved.
+        context: The number of context-parallel ranks, which split each sequence.
+        micro_batch: The number of sequences per micro-batch on each data-parallel rank.
         recompute: The activations that the backward pass recomputes. "half" is torchtitan's selective option "op".
-        gradient_bytes: Bytes sent per gradient value.
-        batch_tokens: Tokens per optimizer step, over all devices.
-        value: The published figure.
-        unit: The unit of the figure.
-        convention: The FLOPs that a figure in TFLOP/s counts: model FLOPs, or hardware FLOPs by one of two formulas.
+        gradient_bytes: The number of bytes sent per gradient value.
+        batch_tokens: The number of tokens per optimizer step, over all devices.
+        value: The published throughput or step time.
+        unit: The unit of `value`.
+        convention: The formula for a TFLOP/s value. One formula counts model FLOPs, and two count hardware FLOPs.
         mfu: The published model FLOPs utilization in percent, if the source states it.
         source: The URL of the source.
         where: The table or section in the source.
@@ -115,7 +115,7 @@ class PublishedRun:
     note: str = ""
 
     def __post_init__(self) -> None:
-        """Raise `ValueError` if the parallel degrees do not match `devices`, or if a micro-batch is incomplete."""
+        """Raise `ValueError` if the parallel degrees do not match `devices`, or a micro-batch would be incomplete."""
         ranks = self.data * self.tensor * self.pipeline * self.context
         if ranks != self.devices:
             raise ValueError(
@@ -123,14 +123,13 @@ class PublishedRun:
             )
         if self.batch_tokens % (self.data * self.micro_batch * self.sequence):
             raise ValueError(
-                f"{self.name}: batch_tokens must be a multiple of {self.data * self.micro_batch * self.sequence}, got "
-                f"{self.batch_tokens}. One micro-batch on all {self.data} data-parallel ranks contains "
-                f"{self.data * self.micro_batch * self.sequence} tokens."
+                f"{self.name}: batch_tokens must be a multiple of {self.data * self.micro_batch * self.sequence} (one "
+                f"micro-batch on each of the {self.data} data-parallel ranks), got {self.batch_tokens}"
             )
 
     @property
     def parameters(self) -> int:
-        """The number of weights in matrices and embeddings; norms and biases are excluded."""
+        """The number of weights in matrices and embeddings, excluding norms and biases."""
         head = self.width // self.heads
         attention = self.width * head * (2 * self.heads + 2 * self.kv_heads)
         feed_forward = (3 if self.gated else 2) * self.width * self.feed_forward
@@ -152,7 +151,7 @@ class PublishedRun:
         return self.value * 1e12 / self._counted_flops()
 
     def _counted_flops(self) -> float:
-        """Return the FLOPs per token that the source's convention counts."""
+        """Return the number of FLOPs per token, counted according to the source's convention."""
         if self.convention == "hardware, 8 N":
             return 8.0 * self.parameters
         if self.convention == "hardware, Megatron":  # equation 3 of Narayanan et al.: ungated, inner width 4 h
@@ -173,10 +172,10 @@ def _mpt(
     mfu: float,
     recompute: Recomputation,
 ) -> PublishedRun:
-    """Return a row of llm-foundry's tables. All rows use FULL_SHARD and sequences of 2,048 tokens.
+    """Return a run from llm-foundry's tables. All runs use FULL_SHARD and sequences of 2,048 tokens.
 
-    The A100 tables specify 1,600 Gbit/s per node. The H100 table specifies no network. "PURE" rows send gradients in
-    bfloat16; "DEFAULT" rows send gradients in float32.
+    The A100 tables specify 1,600 Gbit/s per node. The H100 table omits the network. "PURE" runs send gradients in
+    bfloat16, and "DEFAULT" runs send gradients in float32.
     """
     layers, width, heads = shape
     pure = device == "A100-40" or ("70B" in name and device == "A100-80")
@@ -251,7 +250,7 @@ def _titan(
     where: str,
     mfu: float | None = None,
 ) -> PublishedRun:
-    """Return a row of torchtitan's tables. All rows use `fully_shard` over all ranks and float32 gradients."""
+    """Return a run from torchtitan's tables. All runs use `fully_shard` over all ranks and float32 gradients."""
     hopper = device.startswith("H100")
     return PublishedRun(
         name=f"Llama 3 {size}, {devices} {device.split('-', maxsplit=1)[0]}",
@@ -279,7 +278,7 @@ def _titan(
 
 
 def _meta_405b(devices: int, data: int, tflops: float, mfu: float) -> PublishedRun:
-    """Return a row without context parallelism from table 4 in the Llama 3 paper."""
+    """Return a run without context parallelism from table 4 of the Llama 3 paper."""
     return PublishedRun(
         name=f"Llama 3 405B, {devices:,} H100",
         year=2024,
@@ -389,7 +388,7 @@ def _gpt3(
 def _megatron(
     name: str, devices: int, tflops: float, *, shape: tuple[int, int, int] = (96, 12288, 96), **plan: int
 ) -> PublishedRun:
-    """Return a row of table 2 in Narayanan et al. (2021). All rows use Selene, A100 80 GB and full recomputation."""
+    """Return a run from Narayanan et al. (2021), table 2. All runs use full recomputation on 80 GB A100s (Selene)."""
     return _gpt3(
         name,
         "Megatron-LM",
@@ -633,7 +632,7 @@ def _nemo_llama(
     pipeline: int = 1,
     chunks: int = 1,
 ) -> PublishedRun:
-    """Return a row of NVIDIA's BF16 tables for Llama 3.1. All rows use two context-parallel ranks and micro-batch 1."""
+    """Return a run from NVIDIA's BF16 tables for Llama 3.1. All runs use 2 context-parallel ranks and micro-batch 1."""
     return PublishedRun(
         name=f"Llama 3.1 {size}, {devices:,} H100",
         year=2024,

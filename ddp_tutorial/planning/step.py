@@ -1,14 +1,14 @@
-"""Estimate the time and memory of a training step from computation, communication, overlap and pipeline bubble.
+"""Estimate the time and memory of a training step from computation, communication, overlap and the pipeline bubble.
 
 - Computation: matrix products run at `Device.matmul_flops` and fused attention at `attention_fraction` of the peak. The
-  time of all other operations is the bytes that they read and write, divided by the memory bandwidth (`computation`).
+  duration of any other operation is its memory traffic divided by the memory bandwidth (`computation`).
 - The backward pass takes twice as long as the forward pass. Recomputation repeats all or part of the forward pass.
 - Tensor parallelism communicates twice per layer in each pass, without overlap.
 - Data parallelism communicates once per layer. Only one layer's communication does not overlap with computation
-  (`overlapped`), except that the all-gather of updated weights at the end of "zero1" and "zero2" steps never overlaps.
-- A pipeline of p stages and m micro-batches is idle for (p - 1) / m of its busy time. With v chunks per stage, the
-  fraction is (p - 1) / (m v), and the messages between stages overlap with the computation of other chunks (Narayanan
-  et al., 2021).
+  (`overlapped`). At the end of "zero1" and "zero2" steps, the all-gather of updated weights is not overlapped.
+- With p pipeline stages and m micro-batches, the idle time is (p - 1) / m of the busy time. With v chunks per stage,
+  the fraction is (p - 1) / (m v), and the messages between stages overlap with the computation of other chunks
+  (Narayanan et al., 2021).
 """
 
 from dataclasses import dataclass
@@ -36,16 +36,16 @@ class Estimate:
     Attributes:
         plan: The plan.
         tokens: The global batch size in tokens.
-        compute: Computation, including recomputation.
-        tensor: Tensor-parallel communication, which does not overlap with computation.
+        compute: Computation time, including recomputation.
+        tensor: Tensor-parallel communication time, which does not overlap with computation.
         bubble: Idle time of the pipeline.
-        exposed: Data-parallel and pipeline communication that does not overlap with computation.
-        communication: All data-parallel and pipeline communication, including the overlapped part.
-        optimizer: The optimizer's update of the weights.
-        bytes_inside: Bytes that the device sends within its node.
-        bytes_across: Bytes that the device sends to other nodes, averaged over the devices of a node.
-        mfu: Model FLOPs utilization: the model's FLOPs per second, as a fraction of the peak.
-        hfu: Hardware FLOPs utilization, which also counts recomputation.
+        exposed: Data-parallel and pipeline communication time that does not overlap with computation.
+        communication: Total data-parallel and pipeline communication time, both exposed and overlapped.
+        optimizer: Duration of the optimizer's weight update.
+        bytes_inside: Number of bytes that the device sends within its node.
+        bytes_across: Number of bytes that the device sends to other nodes, averaged over the devices of a node.
+        mfu: Model FLOPs utilization, which is the achieved model FLOP/s divided by the peak FLOP/s.
+        hfu: Hardware FLOPs utilization, which also includes recomputation.
         memory: The memory required on the device.
         fits: Whether the device has enough memory.
     """
@@ -72,12 +72,12 @@ class Estimate:
 
     @property
     def tokens_per_second(self) -> float:
-        """Tokens per second on all devices."""
+        """The total throughput of all devices, in tokens per second."""
         return self.tokens / self.seconds
 
     @property
     def tokens_per_second_per_device(self) -> float:
-        """Tokens per second per device."""
+        """The throughput per device, in tokens per second."""
         return self.tokens_per_second / self.plan.devices
 
 
@@ -91,7 +91,7 @@ def estimate_step(model: Transformer, plan: Plan, device: Device, network: Netwo
         network: The network. A plan for fewer devices than `network.per_node` uses one node.
 
     Raises:
-        ValueError: If the model or the network does not permit the plan.
+        ValueError: If the plan is invalid for the model or the network.
     """
     check(model, plan, network)
     passes, tensor = stage_seconds(model, plan, device), tensor_seconds(model, plan, network)
@@ -130,7 +130,7 @@ def estimate_step(model: Transformer, plan: Plan, device: Device, network: Netwo
 
 
 def check(model: Transformer, plan: Plan, network: Network) -> None:
-    """Raise `ValueError` if the model or the network does not permit the plan."""
+    """Raise `ValueError` if the plan is invalid for the model or the network."""
     chunks = model.layers + 2  # the embedding and the output layer can be separate chunks, as in Llama 3 405B
     if plan.pipeline * plan.interleaving > chunks:
         raise ValueError(
@@ -151,7 +151,7 @@ def shard_size(plan: Plan, network: Network) -> int:
 
 
 def overlapped(compute: float, communication: float, units: int) -> float:
-    """Return the time of computation and communication in `units` equal units, with one unit exposed.
+    """Return the total duration of computation and communication that overlap in all but one of `units` equal units.
 
     A layer's gradients are reduced while the next layer computes. Therefore, the first layer computes without
     communication, and the last layer's reduction is exposed. For all-gathers of weights, the order is reversed.
@@ -164,7 +164,7 @@ def overlapped(compute: float, communication: float, units: int) -> float:
 
 @dataclass(frozen=True)
 class DataParallel:
-    """Communication time of data parallelism, in seconds.
+    """Data-parallel communication time, in seconds.
 
     Attributes:
         forward: Time in the forward pass of each micro-batch.
@@ -199,7 +199,7 @@ def data_parallel(model: Transformer, plan: Plan, network: Network) -> DataParal
 
 
 def _groups(plan: Plan, network: Network) -> tuple[Group, Group, Group]:
-    """Return three groups: all data-parallel devices, the devices that shard one replica, and the replicas."""
+    """Return the groups of all data-parallel devices, of one replica's devices, and of devices with the same shard."""
     shard = shard_size(plan, network)
     return (
         group_of(plan.data, plan.tensor, network.per_node),
@@ -209,7 +209,7 @@ def _groups(plan: Plan, network: Network) -> tuple[Group, Group, Group]:
 
 
 def traffic(model: Transformer, plan: Plan, network: Network) -> tuple[float, float]:
-    """Return the bytes per step that a device sends within its node, and the bytes that it sends to other nodes."""
+    """Return the numbers of bytes per step that a device sends within its node and to other nodes, in that order."""
     own = plan.device_parameters(model.parameters)
     weights, gradients = own * plan.precision.weights, own * plan.precision.gradients
     whole, shard, copies = _groups(plan, network)
@@ -242,7 +242,7 @@ def tensor_seconds(model: Transformer, plan: Plan, network: Network) -> Passes:
     """Return the tensor-parallel communication time of a micro-batch on a stage.
 
     Each layer performs two all-reduces of the activations in the forward pass and two in the backward pass. With
-    sequence parallelism, each all-reduce is a reduce-scatter and an all-gather, which take the same time.
+    sequence parallelism, each all-reduce becomes a reduce-scatter and an all-gather, with the same total time.
     """
     group = group_of(plan.tensor, 1, network.per_node)
     nbytes = 2 * plan.micro_batch * model.sequence * model.width
@@ -281,16 +281,16 @@ def tokens_to_hide_communication(
         ZeRO-3 forward  2 P T / F >= all-gather of w bytes per weight w P / B              =>  T >= w F / (2 B)
                backward 4 P T / F >= all-gather and reduce-scatter (w + g) P / B           =>  T >= (w + g) F / (4 B)
 
-    P cancels out, so the threshold does not depend on the size of the model. The ring sends (W - 1) / W of the bytes.
-    The threshold ignores latency and the additional computation of attention.
+    P cancels out, so the threshold does not depend on the size of the model. In a ring, each of W devices sends
+    (W - 1) / W of the bytes. The threshold ignores latency and the additional computation of attention.
 
     Args:
-        strategy: The strategy. "zero1" and "zero2" send half as many bytes as "ddp" in the backward pass; their
+        strategy: The strategy. "zero1" and "zero2" send half as many bytes as "ddp" in the backward pass. Their
             all-gather at the end of the step is never hidden. "hsdp" is treated as "zero3" within a node.
         devices: The number of devices.
         device: The device.
         network: The network.
-        precision: Bytes per parameter.
+        precision: The number of bytes per parameter. Defaults to `Precision()`.
     """
     weights, gradients = (precision or Precision()).weights, (precision or Precision()).gradients
     group = group_of(min(devices, network.per_node) if strategy == "hsdp" else devices, 1, network.per_node)

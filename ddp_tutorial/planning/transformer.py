@@ -2,10 +2,10 @@
 
 FLOPs follow the convention of Kaplan et al. (2020) and of PaLM's model FLOPs utilization (Chowdhery et al., 2022,
 appendix B). A weight requires 2 FLOPs per token in the forward pass and 4 in the backward pass. In a layer's forward
-pass, attention requires 4 s h FLOPs per token (s: sequence length, h: width). The causal mask is not subtracted: FLOPs
-are counted as if every token attended to all s tokens. The token embeddings are a lookup and require no FLOPs.
+pass, attention requires 4 s h FLOPs per token (s: sequence length, h: width). The causal mask is ignored, so FLOPs are
+counted as if every token attended to all s tokens. The token embeddings are a lookup and require no FLOPs.
 
-Activations follow Korthikanti et al., "Reducing activation recomputation in large transformer models" (2022).
+Activation sizes follow Korthikanti et al., "Reducing activation recomputation in large transformer models" (2022).
 """
 
 from dataclasses import dataclass
@@ -31,7 +31,7 @@ class Transformer:
         tied: Whether the output layer shares the matrix of the token embeddings.
         positions: The number of learned position embeddings, or 0.
         biases: Whether linear and normalization layers have biases.
-        dropout: Whether the model uses dropout, whose masks are stored.
+        dropout: Whether the model uses dropout and therefore stores dropout masks.
     """
 
     name: str
@@ -50,7 +50,7 @@ class Transformer:
 
     @property
     def kv_width(self) -> int:
-        """The total size of a token's keys, or of its values."""
+        """The total width of all key heads, which equals the total width of all value heads."""
         return self.width // self.heads * (self.kv_heads or self.heads)
 
     @property
@@ -60,7 +60,7 @@ class Transformer:
 
     @property
     def layer_matrices(self) -> int:
-        """The number of parameters in a layer's matrices."""
+        """The number of parameters in a layer's weight matrices."""
         attention = 2 * self.width * self.width + 2 * self.width * self.kv_width
         return attention + (3 if self.gated else 2) * self.width * self.inner
 
@@ -82,24 +82,24 @@ class Transformer:
 
     @property
     def matrices(self) -> int:
-        """The number of parameters in the matrices of the layers and the output layer, without embeddings."""
+        """The number of parameters in the weight matrices of all layers and the output layer, excluding embeddings."""
         return self.layers * self.layer_matrices + self.vocabulary * self.width
 
     @property
     def attention_flops(self) -> int:
-        """FLOPs of attention per token in the forward pass of all layers, without subtracting the causal mask."""
+        """Attention FLOPs per token in the forward pass of all layers, ignoring the causal mask."""
         return 4 * self.layers * self.sequence * self.width
 
     @property
     def flops_per_token(self) -> int:
-        """Model FLOPs per token of the forward and backward pass, without recomputation."""
+        """Model FLOPs per token in the forward and backward passes, excluding recomputation."""
         return 3 * (2 * self.matrices + self.attention_flops)
 
     def activation_bytes(self, recomputation: Recomputation = "none", tensor: int = 1, *, fused: bool = True) -> float:
-        """Return the activation bytes per token per layer that the forward pass stores, with two bytes per value.
+        """Return the number of activation bytes that the forward pass stores per token per layer, at 2 bytes per value.
 
-        For a GPT with dropout, this is h (34 + 5 a s / h) / t, as in Korthikanti et al., table 2, with sequence
-        parallelism.
+        For a GPT with dropout and sequence parallelism, the result is h (34 + 5 a s / h) / t, in the notation of
+        table 2 of Korthikanti et al.
 
         Args:
             recomputation: "full" stores only the input of a layer. "selective" recomputes the attention scores.

@@ -1,8 +1,8 @@
-"""Show the ranks' output and one progress bar while the ranks run.
+"""Show the ranks' output and one progress bar.
 
 In a terminal, each line appears as soon as a rank prints it, prefixed with the rank. In a notebook, the lines appear
-after the ranks have exited, grouped by rank. The output of a cell is then the same in every run, so tests can compare
-it. No line appears under a different cell. While the ranks run, a live area shows their last lines.
+after the ranks have exited, grouped by rank. A cell's output is therefore the same in every run, so tests can compare
+it. No line appears under the wrong cell. While the ranks run, a live area shows their most recent lines.
 """
 
 import base64
@@ -31,7 +31,7 @@ PROGRESS = {"ddp_tutorial": "progress"}
 
 
 class RankLog:
-    """Line buffer for the output of one rank. It shows every line and keeps the last `KEPT_LINES` lines."""
+    """Line buffer for one rank's output. It displays every line, and stores the last `KEPT_LINES` lines."""
 
     def __init__(
         self, rank: int, show: Callable[[int, str], None], edit: Callable[[str], str] = lambda line: line
@@ -41,7 +41,7 @@ class RankLog:
         Args:
             rank: Rank that writes the output.
             show: Function to call as `show(rank, line)` for each line.
-            edit: Function that is applied to each line before the line is shown and kept.
+            edit: Function that transforms each line before the line is shown and stored.
         """
         self.rank = rank
         self.lines: deque[str] = deque(maxlen=KEPT_LINES)
@@ -55,7 +55,7 @@ class RankLog:
 
         Args:
             data: Bytes that the rank has written.
-            final: Whether to also show the unfinished last line.
+            final: Whether to also show an incomplete last line.
         """
         text = self._partial + self._decoder.decode(data, final)
         *lines, rest = text.split("\n")
@@ -83,7 +83,7 @@ class RankLog:
 def _pieces(line: str) -> list[str]:
     """Split a line into chunks of at most `LONGEST_LINE` characters, as a terminal would display them.
 
-    A carriage return overwrites the last chunk of the text before it. The complete chunks before that chunk are kept,
+    A carriage return overwrites the last chunk of the preceding text. Earlier chunks are complete, and are preserved
     because they have already been displayed.
     """
     pieces: list[str] = []
@@ -102,7 +102,7 @@ class Console:
         """Show one line that a rank printed."""
 
     def message(self, text: str) -> None:
-        """Show one line from the launcher itself."""
+        """Show one message line from the launcher."""
 
     def status(self, text: str) -> None:
         """Show the status of the ranks, such as "starting 2 ranks"."""
@@ -114,9 +114,9 @@ class Console:
         """Show the progress that rank 0 reports.
 
         Args:
-            done: Number of finished steps.
+            done: Number of completed steps.
             total: Total number of steps.
-            numbers: Dict from name to value, for the values to show beside the bar.
+            numbers: Dict that maps names to the values to show beside the bar.
         """
 
     def figure(self, rank: int, png: bytes) -> None:
@@ -174,9 +174,9 @@ class TerminalConsole(Console):
 class NotebookConsole(Console):
     """Console that shows the ranks' lines and figures after the ranks have exited, grouped by rank.
 
-    While the ranks run, the console shows a progress bar. If a person runs the cell, the console also shows a live area
-    with the status, the elapsed time and the last lines of each rank. If a program executes the notebook, there is no
-    live area, so that the outputs are the same in every run. The bar and the live area are plain HTML rather than
+    While the ranks run, the console shows a progress bar. If the cell is run interactively, the console also shows a
+    live area with the status, the elapsed time and each rank's latest lines. If a program executes the notebook, there
+    is no live area, so that the outputs are the same in every run. The bar and the live area are plain HTML rather than
     widgets. Jupyter does not save the state of a widget, so a reopened notebook would show an error instead.
     """
 
@@ -199,7 +199,7 @@ class NotebookConsole(Console):
         self.tick()
 
     def message(self, text: str) -> None:
-        """Keep a line from the launcher until `close` prints it."""
+        """Store a message line from the launcher until `close` prints the line."""
         self.messages.append(text)
 
     def status(self, text: str) -> None:
@@ -208,7 +208,7 @@ class NotebookConsole(Console):
         self.tick()
 
     def tick(self) -> None:
-        """Draw the live area, unless it was drawn a moment ago."""
+        """Redraw the live area, at most once every `REFRESH_SECONDS` seconds."""
         now = time.monotonic()
         if self.is_live and now - self.created >= LIVE_SECONDS and now - self.drawn >= REFRESH_SECONDS:
             self._draw(live=True)
@@ -237,7 +237,7 @@ class NotebookConsole(Console):
         self.area.update({"text/plain": text, "text/html": markup}, raw=True, metadata=PROGRESS)
 
     def figure(self, rank: int, png: bytes) -> None:
-        """Keep a figure until `close` displays it."""
+        """Store a figure until `close` displays the figure."""
         self.figures.append((rank, png))
 
     def close(self, logs: Iterable[RankLog] = ()) -> None:
@@ -273,7 +273,7 @@ def describe(numbers: dict[str, Any]) -> str:
 
 
 def in_notebook() -> bool:
-    """Return whether this process is a Jupyter kernel (JupyterLab, papermill, nbval).
+    """Return whether this process is a Jupyter kernel, as under JupyterLab, papermill or nbval.
 
     IPython in a terminal is not a Jupyter kernel.
     """
@@ -281,7 +281,7 @@ def in_notebook() -> bool:
 
 
 def a_person_is_there() -> bool:
-    """Return whether a person ran this cell.
+    """Return whether this cell was run interactively.
 
     For each cell, the front end reports whether it can ask a user for input. JupyterLab can, but programs that execute
     notebooks cannot. Without a kernel, for example in a script, the result is False.

@@ -25,7 +25,7 @@ def set_variables() -> str:
     Call this function before torch is imported.
 
     Returns:
-        A line that lists the variables that were set, and the variables that already had a value.
+        A line that lists the variables that this function set and the variables that already had a value.
     """
     kept = {name: os.environ[name] for name in VARIABLES if name in os.environ}
     added = {name: value for name, value in VARIABLES.items() if name not in kept}

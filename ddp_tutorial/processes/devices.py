@@ -1,4 +1,4 @@
-"""Select the GPUs of the ranks on this machine, for `train --devices 0,1,3`."""
+"""Select the GPUs for the ranks on this machine, for `train --devices 0,1,3`."""
 
 import os
 from collections.abc import Mapping
@@ -11,11 +11,11 @@ VISIBLE = "CUDA_VISIBLE_DEVICES"
 
 
 def visible_devices(devices: str, ranks: int | None, environ: Mapping[str, str] = os.environ) -> list[str]:
-    """Return the selected GPUs as entries of CUDA_VISIBLE_DEVICES.
+    """Return the selected GPUs as entries for CUDA_VISIBLE_DEVICES.
 
     Args:
         devices: The GPU numbers, such as "0,1,3". The numbers index the GPUs that are visible to this process, so a
-            CUDA_VISIBLE_DEVICES that a scheduler has set is respected.
+            scheduler's CUDA_VISIBLE_DEVICES setting is respected.
         ranks: The number of ranks on this machine. None means one rank per GPU.
         environ: The environment variables.
 
@@ -31,7 +31,7 @@ def visible_devices(devices: str, ranks: int | None, environ: Mapping[str, str] 
     if unknown := [number for number in numbers if number >= there]:
         raise ConfigError(f"--devices {devices}: GPU numbers must be between 0 and {there - 1}, got {unknown[0]}")
     if len(set(numbers)) < len(numbers):
-        raise ConfigError(f"--devices {devices}: a GPU is repeated, but each rank needs its own GPU")
+        raise ConfigError(f"--devices {devices} selects a GPU more than once, but each rank requires its own GPU")
     if ranks is not None and ranks > len(numbers):
         raise ConfigError(
             f"--devices {devices} selects {len(numbers)} GPUs for {ranks} ranks on this machine, but each rank "
@@ -42,7 +42,7 @@ def visible_devices(devices: str, ranks: int | None, environ: Mapping[str, str] 
 
 
 def default_nprocs(device: str, nprocs: int) -> int:
-    """Return the default number of ranks, which is one per GPU if the ranks use GPUs, and otherwise `nprocs`.
+    """Return the default number of ranks, which is the GPU count if the ranks use GPUs, and `nprocs` otherwise.
 
     With device "auto", the ranks use GPUs if there are at least `nprocs` GPUs.
     """

@@ -35,7 +35,7 @@ class Finding:
 
     Attributes:
         name: Name of the check.
-        ok: Whether the check passed; None if the result is neither a pass nor a failure.
+        ok: Whether the check passed, or None if it neither passed nor failed.
         text: Description of the result.
         advice: The recommended action, or an empty string.
     """

@@ -16,7 +16,7 @@ _LOST_CONNECTION = re.compile(r"by peer|broken pipe|connection was likely closed
 
 
 def lost_connection(error: BaseException | str) -> bool:
-    """Return whether an error or its message reports that the peer process of a connection has exited."""
+    """Return whether an exception or error message indicates that a connection's peer process has exited."""
     return _LOST_CONNECTION.search(str(error)) is not None
 
 
@@ -39,7 +39,7 @@ class Raised:
         return cls(tuple(map(_full_name, type(error).__mro__)), str(error))
 
     def is_a(self, kind: type[BaseException]) -> bool:
-        """Return whether the exception is an instance of `kind`, as `isinstance` would on the rank."""
+        """Return whether the exception is an instance of `kind`, as `isinstance` would report on the rank."""
         return _full_name(kind) in self.types
 
     def __str__(self) -> str:
@@ -51,7 +51,7 @@ def _full_name(kind: type) -> str:
     """Return the module and name of a class, such as "builtins.ValueError".
 
     `__qualname__` is not used, because cloudpickle does not preserve it for a class that is defined inside a function.
-    The script's module is `__main__` in the parent and `__mp_main__` in its ranks.
+    The script's module is named `__main__` in the parent and `__mp_main__` in the ranks.
     """
     return f"{kind.__module__.replace('__mp_main__', '__main__')}.{kind.__name__}"
 
@@ -85,7 +85,7 @@ class RankError(FailedError):
         super().__init__("\n\n".join(part for part in story if part))
 
     def is_a(self, kind: type[BaseException]) -> bool:
-        """Return whether the rank raised an exception of this type.
+        """Return whether the rank raised an exception of type `kind`.
 
         Returns:
             Whether the exception is an instance of `kind`. The result is False if the rank did not raise an exception,
@@ -95,7 +95,7 @@ class RankError(FailedError):
 
     @property
     def message(self) -> str:
-        """The rank's error message without the exception type; empty if the rank did not raise an exception."""
+        """The rank's error message without the exception type, or an empty string if there is no exception."""
         return self.raised.message if self.raised else ""
 
     def __reduce__(self) -> tuple[type["RankError"], tuple[Any, ...]]:
@@ -111,7 +111,7 @@ class RankError(FailedError):
 
 
 class RankTimeoutError(RankError, TimeoutError):
-    """Raised when ranks exceed the timeout. The message contains each rank's stack and its last collective."""
+    """Raised when ranks exceed the timeout. The message contains each rank's stack and last collective."""
 
 
 def _indent(text: str) -> str:

@@ -7,15 +7,15 @@
 
 `torch.multiprocessing.spawn` starts the processes. This module adds the following features:
 
-- `fn` and its arguments are pickled by value, so lambdas, closures and functions from a notebook cell work. A script is
-  an exception: every rank imports it, as under torchrun; see `script`.
-- The parent hosts the rendezvous store on the loopback interface, on a port chosen by the operating system. It sets the
-  same environment variables as torchrun. The same code therefore runs on this machine and on a cluster.
-- Two pipes connect each rank to the parent. The first pipe replaces file descriptors 1 and 2. It captures the output of
-  the rank, its child processes and C++ code in order, so the parent can attribute each line to a rank. The second pipe
-  carries progress, the result and errors.
-- The parent watches all ranks at once. If a rank raises an exception, crashes or exits early, the parent terminates all
-  ranks. It does the same after an interrupt or a timeout. After a timeout, each rank first reports its stack.
+- `fn` and its arguments are pickled by value, so lambdas, closures and functions from a notebook cell work. A script's
+  functions are not pickled by value, because every rank imports the script, as under torchrun (see `script`).
+- The parent hosts the rendezvous store on the loopback interface, on a port chosen by the operating system. The parent
+  sets the same environment variables as torchrun, so the same code runs on this machine and on a cluster.
+- Two pipes connect each rank to the parent. The first pipe replaces file descriptors 1 and 2. It captures, in
+  order, the output of the rank, its child processes and C++ code, so the parent can attribute each line to a rank. The
+  second pipe carries progress, the result and errors.
+- The parent monitors all ranks simultaneously. If a rank raises an exception, crashes or exits early, the parent
+  terminates all ranks, as it does after an interrupt or a timeout. After a timeout, each rank first reports its stack.
 - A rank never outlives its parent.
 """
 
@@ -110,8 +110,8 @@ def launch(
     `python -c` or from an interactive session are pickled by value, together with the global variables that they use.
 
     Before `launch` returns or raises an error, it terminates all processes that the ranks started. If this process is
-    killed by SIGKILL, the ranks are killed as well, but processes that the ranks started may survive. DataLoader
-    workers exit by themselves.
+    killed by SIGKILL, the ranks are killed as well, but processes that the ranks started may survive. `DataLoader`
+    workers exit when they detect that their rank has exited.
 
     Args:
         fn: Function to run on every rank. Its first argument is the rank's `World`.
@@ -121,15 +121,15 @@ def launch(
             the CPU with gloo.
         backend: "gloo", "nccl" or "auto". "auto" chooses the backend for the device. With `device="cuda"` and gloo,
             several ranks may share a GPU.
-        timeout: Seconds within which every rank must return, counted from the time when all ranks have started.
-            Starting may take up to two additional minutes. `None` means no timeout. After a timeout, `launch` raises a
+        timeout: Timeout in seconds for all ranks to return, measured from when all ranks have started. Startup
+            may take up to two additional minutes. `None` means no timeout. After a timeout, `launch` raises a
             `RankTimeoutError` that reports the line each rank is executing.
-        collective_timeout: Timeout of a collective in seconds. A rank that waits longer raises an error. This
+        collective_timeout: Timeout in seconds for each collective. A rank that waits longer raises an error. This
             timeout applies whether or not `timeout` is set. The default is ten minutes.
-        threads: Number of torch threads per rank. By default, the cores of this machine are divided evenly.
+        threads: Number of torch threads per rank. By default, the ranks share this machine's cores evenly.
         echo: Whether to show the ranks' output and progress, and the chosen device.
-        in_process: Whether to call `fn` in this process, which requires `nprocs=1`. Exceptions are not wrapped, and
-            `timeout` and `threads` have no effect.
+        in_process: Whether to call `fn` in this process, which requires `nprocs=1`. In this mode, exceptions are not
+            wrapped, and `timeout` and `threads` have no effect.
         forward_signals: Signals, such as SIGTERM, that this process forwards to the ranks instead of handling them.
 
     Returns:
@@ -209,13 +209,13 @@ def _check_call(fn: Callable[..., object], args: Sequence[object]) -> None:
         given = "".join(f", {type(arg).__name__}" for arg in args)
         raise TypeError(
             f"each rank calls {name}(world{given}), but {name}{signature} does not accept these arguments: {error}. "
-            "The first parameter must be `world`, followed by the arguments that launch received after nprocs."
+            "The first parameter must be `world`, and the others must match launch's arguments after nprocs."
         ) from None
 
 
 @dataclass
 class _Rank:
-    """The parent's handle of a rank. It contains the rank's process, its two pipes, and its result or error."""
+    """The parent's handle for a rank. It contains the rank's process, its two pipes, and its result or error."""
 
     rank: int
     process: Any
@@ -251,8 +251,8 @@ class _Rank:
     def cause_order(self) -> tuple[int, float]:
         """Sort key for failed ranks. The rank with the smallest key is the most likely cause of the failure.
 
-        The order is as follows: exceptions that a rank raised by itself, by time; ranks that exited without an
-        exception; lost connections; repetitions of rank 0's error.
+        Ranks whose exception was not caused by a different rank come first, sorted by time. Next come ranks that
+        exited without an exception, then ranks that lost a connection, and finally ranks that repeat rank 0's error.
         """
         if self.raised is None:
             return 1, 0.0
@@ -277,7 +277,7 @@ class _Ranks:
     """All ranks of one launch. This context manager terminates the ranks when the block exits."""
 
     def __init__(self, nprocs: int, console: Console) -> None:
-        """Store the arguments. `start` starts the ranks."""
+        """Store the arguments. The method `start` starts the ranks."""
         self.nprocs = nprocs
         self.console = console
         self.ranks: list[_Rank] = []
@@ -290,12 +290,12 @@ class _Ranks:
         self.signalled: int | None = None  # the last forwarded signal
 
     def __enter__(self) -> None:
-        """Do nothing. `start` starts the ranks, and `__exit__` terminates them."""
+        """Do nothing. The method `start` starts the ranks, and `__exit__` terminates them."""
 
     def start(
         self, call: bytes, script: Script | None, device: str, backend: str, collective_timeout: float, threads: int
     ) -> None:
-        """Start the ranks, and register their pipes and exits with the selector."""
+        """Start the ranks, and register their pipes and exit descriptors with the selector."""
         self.console.status("starting one rank" if self.nprocs == 1 else f"starting {self.nprocs} ranks")
         self.store = store = loopback_store(self.nprocs)  # kept open for as long as the ranks run
         environ = {**rank_environment(self.nprocs, threads, store.port if store else 0), MARK: self.mark}
@@ -353,7 +353,7 @@ class _Ranks:
             self.selector.register(fd, selectors.EVENT_READ, partial(handle, rank))
 
     def wait(self, timeout: float | None) -> None:
-        """Handle events until all ranks have returned and exited. Raise the error of the first rank that failed."""
+        """Handle events until all ranks have exited or one has failed. Then raise the first failure, if any."""
         deadline = None if timeout is None else time.monotonic() + START_SECONDS + timeout
         are_up = False
         while self._running() and not any(rank.failed for rank in self.ranks):
@@ -375,7 +375,7 @@ class _Ranks:
             pass
 
     def _cause_is_missing(self) -> bool:
-        """Return whether all failures so far repeat a failure of rank 0 that rank 0 has not reported yet."""
+        """Return whether all failures detected so far repeat a rank 0 error that rank 0 has not reported yet."""
         return all(rank.repeats_rank_zero_error for rank in self.ranks if rank.failed)
 
     def forward_signal(self, number: int, frame: object) -> None:
@@ -422,7 +422,7 @@ class _Ranks:
         return [rank for rank in self.ranks if rank.exit_code is None]
 
     def _listen_until(self, deadline: float | None) -> bool:
-        """Wait for events for at most a second, and handle them. Return false if the deadline has passed."""
+        """Wait at most one second for events, and handle them. Return False if the deadline has passed."""
         remaining = TICK_SECONDS if deadline is None else min(TICK_SECONDS, deadline - time.monotonic())
         if remaining <= 0:
             return False
@@ -458,7 +458,7 @@ class _Ranks:
         return more
 
     def _drain(self, fd: int, take: Callable[[bytes], object]) -> bool:
-        """Read at most 64 KiB, so that a large amount of output cannot block the parent.
+        """Read at most 64 KiB from `fd`, so that a large amount of output cannot block the parent.
 
         Returns:
             True if data was read, and False otherwise.
@@ -474,9 +474,9 @@ class _Ranks:
         return bool(data)
 
     def _reap(self, rank: _Rank) -> None:
-        """Record the exit of the rank's process, and read the remaining data from its pipes.
+        """Record that the rank's process has exited, and read the remaining data from the rank's pipes.
 
-        The method does not wait until the pipes are closed, because child processes of the rank may hold them open.
+        The method does not wait until the pipes are closed, because child processes of the rank may keep them open.
         """
         if rank.exit_code is not None:
             return

@@ -9,7 +9,7 @@ class Logs(NamedTuple):
 
     Attributes:
         level: Lowest log level that is shown.
-        formatter: Formatter of the log lines; None for the default of `logging.basicConfig`.
+        formatter: Formatter of the log lines, or None for the default of `logging.basicConfig`.
     """
 
     level: int
@@ -19,8 +19,8 @@ class Logs(NamedTuple):
 def current_logging() -> Logs | None:
     """Return the logging setup of this process, based on the root logger's first stream handler.
 
-    `logging.basicConfig(level=logging.INFO)` installs such a handler. Levels of individual loggers and other kinds of
-    handlers, such as file handlers, are ignored.
+    `logging.basicConfig(level=logging.INFO)` installs such a handler. Other kinds of handlers, such as file handlers,
+    are ignored, and so are the levels of individual loggers.
 
     Returns:
         The setup, or None if the root logger has no stream handler. Without a handler, Python shows only warnings and

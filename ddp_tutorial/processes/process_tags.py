@@ -1,8 +1,8 @@
-"""Find and kill processes by an environment variable that they inherit.
+"""Find and kill processes based on an environment variable that they inherit.
 
 torchrun starts each rank in a new session, and a process that outlives its parent is adopted by a different process.
-Therefore, neither the list of child processes nor the process group contains all descendants. All descendants do
-inherit the environment of the first process, so a variable in that environment identifies them.
+Therefore, neither the list of child processes nor the POSIX process group contains all descendants. However, all
+descendants inherit the first process's environment, so a variable in that environment identifies them.
 """
 
 import os

@@ -1,4 +1,4 @@
-"""Initialize a spawned process as a rank, run the function, and send the result or error to the parent."""
+"""Initialize a spawned process as a rank, run a function, and send the result or error to the parent."""
 
 import atexit
 import faulthandler
@@ -42,7 +42,7 @@ def progress(done: int, total: int, **numbers: float) -> None:
     Outside `launch`, this function has no effect.
 
     Args:
-        done: Number of finished steps.
+        done: Number of completed steps.
         total: Total number of steps.
         **numbers: Values to show beside the bar, such as `loss`.
     """
@@ -51,7 +51,7 @@ def progress(done: int, total: int, **numbers: float) -> None:
 
 
 def exit_with(error: BaseException) -> NoReturn:
-    """Exit this process with `error`, from any thread.
+    """Report `error` from any thread, and exit this process.
 
     Use this function if the main thread is blocked in native code, where no exception can reach it. Under `launch`, the
     parent raises the error as a `RankError`. Otherwise, the error is printed to stderr, and the exit code is 1.
@@ -64,7 +64,7 @@ def exit_with(error: BaseException) -> NoReturn:
 
 
 def send_figure(png: bytes) -> None:
-    """Send a PNG image to the parent, which displays it under the cell with this rank's number."""
+    """Send a PNG image to the parent, which displays the image under the cell, labeled with this rank's number."""
     if _send is not None:
         _send("figure", png)
 
@@ -73,8 +73,8 @@ def send_figure(png: bytes) -> None:
 class RankJob:
     """The arguments that all ranks of a launch share.
 
-    The pickled call is stored in a file and not in this object. `spawn` writes its arguments to each process and waits
-    until that process has read them, so a large call would make the ranks start one after another.
+    The pickled call is stored in a file instead of in this object. `spawn` waits until each process has read the
+    arguments, so the ranks would start one after another if the arguments contained a large call.
     """
 
     outputs: list[Descriptor]
@@ -124,10 +124,10 @@ class ParentInfo(Protocol):
 
     Attributes:
         threads: Number of torch threads.
-        sources: Dict from file name to the source lines of a notebook cell.
+        sources: Dict that maps each notebook cell's file name to its source lines.
         logs: The parent's logging setup.
         parent: Process ID of the parent.
-        dies_with_thread: Whether the process is killed when the parent thread that started it exits.
+        dies_with_thread: Whether the rank is killed when the parent's thread that started the rank exits.
     """
 
     threads: int
@@ -138,9 +138,9 @@ class ParentInfo(Protocol):
 
 
 def initialize_rank(rank: int, output: Descriptor, messages: Descriptor, origin: ParentInfo) -> Sender:
-    """Turn this process into a rank.
+    """Initialize this process as a rank.
 
-    The rank exits with its parent, ignores interrupts, and writes its output into a pipe.
+    The rank exits with its parent, ignores interrupts, and writes its output to a pipe.
 
     Args:
         rank: Rank of this process.
@@ -149,7 +149,7 @@ def initialize_rank(rank: int, output: Descriptor, messages: Descriptor, origin:
         origin: Information about the parent.
 
     Returns:
-        The sender of messages to the parent. `progress` also uses this sender.
+        The `Sender` for messages to the parent. The function `progress` also uses this sender.
     """
     global _send
     _keep_descriptors_from_children()
@@ -175,8 +175,8 @@ def _exit_without_finalizing() -> None:
     """Exit before Python finalizes the interpreter.
 
     torch's threads can outlive the process group (see `process_group`). If such a thread releases a tensor during
-    finalization, the rank aborts although it has already finished its work. The message is "terminate called without an
-    active exception".
+    finalization, the rank aborts although it has already finished its work. The error message is "terminate called
+    without an active exception".
     """
     sys.stdout.flush()
     sys.stderr.flush()
@@ -206,7 +206,7 @@ def _keep_descriptors_from_children() -> None:
 
 
 def _redirect_output(fd: int) -> None:
-    """Redirect the output of this process, its child processes and C++ code into one pipe, line by line."""
+    """Redirect the output of this process, of its child processes and of C++ code to a line-buffered pipe."""
     os.dup2(fd, 1)
     os.dup2(fd, 2)
     os.close(fd)
@@ -217,9 +217,9 @@ def _redirect_output(fd: int) -> None:
 
 
 def _answer(lifeline: int, send: Sender, main_thread: int) -> None:
-    """Wait until the parent closes the lifeline, report this rank's stack, and exit together with the parent.
+    """Wait until the parent closes the pipe `lifeline`, report this rank's stack, and exit when the parent exits.
 
-    The parent closes the lifeline after a timeout, or when it exits.
+    The pipe is closed after a timeout, or when the parent exits.
     """
     connection.wait([lifeline])
     with suppress(OSError):
@@ -247,7 +247,7 @@ def user_traceback(error: BaseException, *files: str) -> str:
 
 
 def _where(thread: int) -> str:
-    """Return the stack of a thread and the last collective of this rank.
+    """Return a description of a thread's stack and of this rank's last collective.
 
     The stack starts in the user's function, and omits the frames inside torch.
     """
@@ -259,9 +259,9 @@ def _where(thread: int) -> str:
 
 
 def _last_collective() -> str:
-    """Describe the last collective from torch's flight recorder.
+    """Describe the last collective in torch's flight recorder.
 
-    Ranks that run the same sequence of collectives number them identically.
+    Ranks that run the same sequence of collectives assign the same sequence numbers to them.
     """
     if not dist.is_initialized():
         return ""

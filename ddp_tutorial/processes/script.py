@@ -21,7 +21,7 @@ _running: "Script | None" = None  # the script that this rank is importing now
 
 
 class MissingGuardError(ConfigError):
-    """Raised if a script launches ranks at its top level, because every rank would launch ranks again."""
+    """Raised if a script launches ranks outside a `__main__` guard, because every rank would launch ranks again."""
 
 
 @dataclass(frozen=True)
@@ -29,8 +29,8 @@ class Script:
     """The script file that Python was started with.
 
     Attributes:
-        path: Absolute path of the file, as in `python train.py`.
-        module: Name of the module, as in `python -m project.train`; None if Python was started with a path.
+        path: Absolute path of the file.
+        module: Module name from `python -m project.train`, or None under `python train.py`.
     """
 
     path: str
@@ -85,7 +85,7 @@ def require_guard(call: str) -> None:
     """
     if _running is not None:
         raise MissingGuardError(
-            f"{_running.path} calls {call} at its top level. Every rank imports the script, and would launch ranks "
-            f'again. Move the call to the end of the script, under this guard:\n\nif __name__ == "__main__":\n'
+            f"{_running.path} calls {call} at its top level. Every rank imports the script, so every rank would launch "
+            f'ranks again. Move the call to the end of the script, under this guard:\n\nif __name__ == "__main__":\n'
             f"    {call}(...)"
         )

@@ -1,4 +1,4 @@
-"""Handle the signals that ask a process to stop, such as SIGTERM, for the duration of a block."""
+"""Inside a `with` block, handle the signals that ask a process to stop, such as SIGTERM."""
 
 import ctypes
 import os
@@ -19,7 +19,7 @@ _SIGACTION_BYTES = 256  # at least sizeof(struct sigaction): 152 bytes with glib
 
 
 class StoppedError(FailedError):
-    """Raised if a signal stops this process before it has anything to save. Earlier checkpoints do not change."""
+    """Raised if a signal stops a process that has nothing to save yet. Earlier checkpoints do not change."""
 
     def __init__(self, number: int) -> None:
         """Create the error for the signal with this number."""
@@ -40,8 +40,8 @@ def _raise(number: int, frame: object) -> None:
 def exit_code(environ: Mapping[str, str] = os.environ, *, by_signal: bool = True) -> int:
     """Return the exit code of a run that was asked to stop.
 
-    The code is `EXIT_CODE`, which means that the same command resumes the run. The code is 0 if `EXIT_CODE` would
-    restart the run immediately, which happens in two cases:
+    Normally, the code is `EXIT_CODE`, which means that the same command resumes the run. The code is 0 if `EXIT_CODE`
+    would restart the run immediately, which happens in two cases:
 
     - under torchrun, which treats every nonzero code as a failure and restarts the ranks with `--max-restarts`;
     - under `srun` if no signal stopped the run, because the batch script requeues jobs that exit with `EXIT_CODE`.
@@ -75,7 +75,7 @@ def handling(signals: Sequence[signal.Signals], handler: Callable[[int, object],
 def _restored(number: signal.Signals) -> Iterator[None]:
     """Restore a signal's handler when the block exits.
 
-    Python can only restore handlers that were set from Python. Handlers set by C code, for example by
+    Python can restore only handlers that were set from Python. Handlers set by C code, for example by
     `faulthandler.register`, are restored with `sigaction`.
     """
     libc, action = ctypes.CDLL(None), ctypes.create_string_buffer(_SIGACTION_BYTES)
@@ -99,7 +99,7 @@ def die_with_parent() -> None:
 
 @contextmanager
 def stopped_by_signals() -> Iterator[None]:
-    """Raise `StoppedError` from the block if SIGTERM or SIGUSR1 arrives."""
+    """Raise `StoppedError` if SIGTERM or SIGUSR1 arrives inside the block."""
     with handling(SIGNALS, _raise):
         try:
             yield

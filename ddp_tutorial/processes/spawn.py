@@ -56,8 +56,8 @@ def exit_descriptor(process: Any) -> int:
     """Return a new file descriptor that becomes readable when `process` exits. The caller must close it.
 
     The descriptor is a pidfd if the system supports it, and otherwise a duplicate of `Process.sentinel`. The sentinel
-    is a pipe whose other end leaks into the programs that the process starts, so the sentinel becomes readable only
-    after those programs have also exited.
+    is a pipe whose other end leaks into the programs that the process starts. It therefore becomes readable only after
+    those programs have also exited.
     """
     try:
         return os.pidfd_open(process.pid)
@@ -74,15 +74,15 @@ def has_exited(process: Any) -> bool:
 def terminate_all(processes: list[Any], mark: str) -> list[Any]:
     """Terminate the ranks' processes, and all processes that the ranks started.
 
-    Each rank receives SIGTERM, then SIGKILL after `END_SECONDS`.
+    Each rank receives SIGTERM and, after `END_SECONDS` seconds, SIGKILL.
 
     Args:
         processes: The ranks' processes.
         mark: Value of the environment variable `MARK`, which the descendants of the ranks inherit.
 
     Returns:
-        The processes that still exist `END_SECONDS` after SIGKILL, such as a process that waits for an unresponsive NFS
-        server.
+        The processes that still exist `END_SECONDS` seconds after SIGKILL, for example because they wait for an
+        unresponsive NFS server.
     """
     for process in processes:
         process.terminate()
@@ -95,7 +95,7 @@ def terminate_all(processes: list[Any], mark: str) -> list[Any]:
 
 
 def cannot_be_killed(rank: int, pid: int) -> str:
-    """Return a message that names a process that still exists after SIGKILL."""
+    """Return an error message for a rank's process that still exists after SIGKILL."""
     return (
         f"rank {rank}'s process {pid} still exists after SIGKILL: it is blocked in the kernel by a disk or network "
         f"file system that does not respond, or held by a debugger. Inspect it with: ps -o pid,stat,wchan -p {pid}"
@@ -103,7 +103,7 @@ def cannot_be_killed(rank: int, pid: int) -> str:
 
 
 def wait_for_exit(processes: list[Any]) -> list[Any]:
-    """Wait at most `END_SECONDS`, and return the processes that have not exited."""
+    """Wait at most `END_SECONDS` seconds, and return the processes that have not exited."""
     deadline = time.monotonic() + END_SECONDS
     while (left := [process for process in processes if not has_exited(process)]) and time.monotonic() < deadline:
         time.sleep(0.005)
@@ -133,7 +133,7 @@ def loopback_store(nprocs: int) -> dist.TCPStore | None:
 
 
 def rank_environment(nprocs: int, threads: int, port: int) -> dict[str, str]:
-    """Return the environment variables for OpenMP, and torchrun's variables except RANK and LOCAL_RANK.
+    """Return the environment variables of OpenMP and torchrun, except RANK and LOCAL_RANK.
 
     OpenMP reads its variables when torch is imported, so they must be set before the process starts.
     """
@@ -159,7 +159,7 @@ def interrupts_deferred() -> Iterator[None]:
 
     Two mechanisms are needed. Child processes inherit the blocked signal mask, so no child is interrupted before it
     ignores SIGINT. However, the mask applies to one thread only. In a process with several threads, such as a Jupyter
-    kernel, a different thread receives the signal. The handler therefore records the interrupt until the block exits.
+    kernel, a different thread receives the signal. A handler therefore delays the interrupt until the block exits.
     """
     resource_tracker.ensure_running()  # spawn would start the tracker inside the block and unblock SIGINT (Python 3.11)
     interrupts: list[int] = []
@@ -187,7 +187,7 @@ def environment(variables: dict[str, str]) -> Iterator[None]:
 def main_module_hidden() -> Iterator[None]:
     """Prevent `multiprocessing` from importing the caller's script in new processes.
 
-    This applies to processes that start inside the block; see `script`. `multiprocessing` checks `__main__.__spec__`,
+    Only processes that start inside the block are affected; see `script`. `multiprocessing` checks `__main__.__spec__`,
     and imports nothing if the module is the `__main__.py` of a package or directory.
     """
     with _INHERITED:
@@ -200,9 +200,9 @@ def main_module_hidden() -> Iterator[None]:
 
 
 def cell_sources() -> dict[str, list[str]]:
-    """Return a dict from file name to the source lines of a notebook cell.
+    """Return a dict that maps each notebook cell's file name to its source lines.
 
-    Cells are the entries of `linecache` that have no modification time and no file.
+    A `linecache` entry is a cell if it contains no modification time and its file does not exist.
     """
     return {
         name: entry[2]

@@ -46,8 +46,8 @@ def run(
     `run` returns this rank's result. Otherwise, `run` launches `nprocs` ranks on this machine and returns rank 0's
     result.
 
-    Unlike `launch`, `run` forwards SIGTERM and SIGUSR1 to the ranks, so that training can save a checkpoint before it
-    exits. If a rank has not installed a handler for the signal, `run` raises `StoppedError`.
+    Unlike `launch`, `run` forwards SIGTERM and SIGUSR1 to the ranks, so that the ranks can save a checkpoint before
+    they exit. If a rank has not installed a handler for the signal, `run` raises `StoppedError`.
 
     Args:
         main: Function to run on every rank. Its first argument is the rank's `World`.
@@ -55,7 +55,7 @@ def run(
         nprocs: Number of ranks to launch if no launcher started this process.
         device: "cpu", "cuda" or "auto".
         backend: "gloo", "nccl" or "auto".
-        collective_timeout: Timeout of a collective in seconds. A rank that waits longer raises an error.
+        collective_timeout: Timeout in seconds for each collective. A rank that waits longer raises an error.
         **launch_options: Additional arguments for `launch`, such as `threads` and `echo`. These arguments have no
             effect under torchrun and Slurm.
 
@@ -99,7 +99,7 @@ def _clear_frames(error: BaseException | None) -> None:
     """Clear the local variables in the frames of an error's traceback.
 
     A `DistributedDataParallel` among these variables would outlive its process group. Gloo's threads would then also
-    survive, and could abort or hang the process on exit (torch 2.13). Ranks of `launch` are not affected; see `rank`.
+    survive, and could abort or hang the process on exit (torch 2.13). Ranks of `launch` are not affected (see `rank`).
     """
     while error is not None:
         traceback.clear_frames(error.__traceback__)

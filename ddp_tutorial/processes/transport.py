@@ -1,6 +1,6 @@
 """Send calls, results, messages and file descriptors between a parent and its ranks.
 
-Calls and results are pickled by value. If an object cannot be pickled, the error names the variable that holds it.
+Calls and results are pickled by value. If an object cannot be pickled, the error message names its variable.
 """
 
 import inspect
@@ -137,10 +137,10 @@ def _culprit(value: object, label: str) -> str | None:
 
 
 class Sender:
-    """Blocking writer of a message pipe.
+    """Blocking writer for a message pipe.
 
     Any thread may send messages. Messages are never interleaved, and interrupts are deferred while a message is
-    written.
+    being written.
     """
 
     def __init__(self, fd: int) -> None:
@@ -161,7 +161,7 @@ class Sender:
 
 
 class Outbox:
-    """Non-blocking writer of a message pipe. A selector writes the queued messages when the pipe has room."""
+    """Non-blocking writer for a message pipe. Messages are written when a selector reports the pipe as writable."""
 
     def __init__(self, fd: int) -> None:
         """Create an outbox that writes to file descriptor `fd`."""
@@ -169,9 +169,9 @@ class Outbox:
         self._unsent = bytearray()
 
     def put(self, message: Message, selector: selectors.BaseSelector) -> None:
-        """Queue a message for `selector` to send.
+        """Queue a message, which is written when `selector` reports that the pipe is writable.
 
-        The loop that runs the selector must call the registered callback with the selector as its argument.
+        The loop that runs the selector must call the registered callback and pass it the selector.
         """
         if not self._unsent:
             selector.register(self._fd, selectors.EVENT_WRITE, self._send)

@@ -1,8 +1,8 @@
 """Record training runs, and read and compare the records.
 
 `folder` defines the files of a run. `step_log` writes the metrics, `rank_logs` writes the log of each rank, and `usage`
-measures the memory and the time of all ranks. `summaries` reads and compares runs. `summaries` and `folder` do not
-import torch.
+measures each rank's memory usage and phase durations. `summaries` reads and compares runs. `summaries` and `folder` do
+not import torch.
 """
 
 import lazy_loader

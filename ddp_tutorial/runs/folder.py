@@ -56,7 +56,7 @@ class RunFolder:
 
     @property
     def failure(self) -> Path:
-        """The file that records the first failed rank, its step and its error; see rank_logs.py."""
+        """The file that records the rank, step and error of the first failure; see rank_logs.py."""
         return self.path / "failed.json"
 
     @property
@@ -71,7 +71,7 @@ class RunFolder:
 
     @property
     def best(self) -> Path:
-        """The folder that contains the weights of the best evaluation so far, in a subfolder named after the step."""
+        """The folder that contains the weights from the best evaluation so far, in a subfolder named after the step."""
         return self.path / "best"
 
     @property
@@ -94,7 +94,7 @@ class RunFolder:
         return self.path / f"rank_{rank}.log"
 
     def exists(self) -> bool:
-        """Return whether this is a run folder."""
+        """Return whether the folder exists and contains a config."""
         return self.config.is_file()
 
 
@@ -151,7 +151,7 @@ def load_run(path: str | Path) -> Run:
     folder = folder_of(path)
     config = read_object(folder.config)
     if config is None:
-        raise ConfigError(f"{str(path)!r} is not a run folder: its config.json is not a JSON object")
+        raise ConfigError(f"{str(path)!r} is not a run folder: its config.json does not contain a JSON object")
     return Run(folder.path, config, read_lines(folder.metrics), read_object(folder.result))
 
 

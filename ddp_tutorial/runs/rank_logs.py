@@ -1,4 +1,4 @@
-"""Log the messages of each rank to its own file, and the important messages to the console.
+"""Log each rank's messages to a separate file, and important messages to the console.
 
 `rank_0.log`, `rank_1.log`, ... in the run's folder contain all messages. The console shows rank 0's messages of level
 INFO and above, and the warnings of all ranks. With `train --debug`, the console shows all messages.
@@ -50,10 +50,9 @@ def rank_log(world: World, run: RunFolder) -> Iterator[None]:
 
 @contextmanager
 def record_failure(world: World, run: RunFolder, step: Callable[[], int]) -> Iterator[None]:
-    """Log an exception's traceback. If no other rank has failed before, also record the failure in the run folder.
+    """Log an exception's traceback. If no rank has failed before, also record the failure in the run folder.
 
-    Later failures are usually caused by the exit of the first failed rank, so they do not replace the first failure's
-    record.
+    Later failures are usually caused by the exit of the first failed rank, so they do not replace the first record.
 
     Args:
         world: This rank's world.

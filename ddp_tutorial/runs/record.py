@@ -61,8 +61,9 @@ def open_folder(
             with suppress(OSError):  # contains other runs
                 RUNS.rmdir()
         raise ConfigError(
-            f"all ranks must share the checkpoint folder {folder.path}, but rank {', '.join(others)} cannot see rank "
-            f"0's folder. {SHARE} To disable checkpoints, use checkpoint.every=0."
+            f"all ranks must share the checkpoint folder {folder.path}, but rank{'s' if others[1:] else ''} "
+            f"{', '.join(others)} cannot access rank 0's folder. {SHARE} To disable checkpoints, use "
+            "checkpoint.every=0."
         )
     return folder
 
@@ -89,7 +90,7 @@ def require_rank_zeros(world: World, name: str) -> None:
 def _ranks_without(world: World, folder: Path) -> list[str]:
     """Return the ranks that do not see a new file that rank 0 creates in `folder`. Collective.
 
-    The existence of the folder is not sufficient, because each node may contain its own folder with that name from an
+    Checking that the folder exists is not sufficient, because each node may have its own folder with that name from an
     earlier run.
     """
     if world.size == 1:
@@ -141,11 +142,11 @@ class RunRecord:
             world: This rank's world.
             folder: Run folder.
             config: Run settings.
-            unit: Unit of the loss's count, such as "samples" or "tokens".
+            unit: Unit that the loss is averaged over, such as "samples" or "tokens".
             events: Whether to also write TensorBoard events. If the `tensorboardX` package is not installed, a warning
                 is logged instead.
             memory_limit_mb: Resident memory in MB above which a rank logs a warning. 0 disables the limit.
-            gpu_memory_limit_mb: The same limit for the GPU memory that PyTorch has reserved.
+            gpu_memory_limit_mb: Reserved GPU memory in MB above which a rank logs a warning. 0 disables the limit.
         """
         self.world, self.folder, self.config = world, folder, config
         self._lacks_package = events and find_spec("tensorboardX") is None
@@ -159,8 +160,8 @@ class RunRecord:
     def exclusive(self) -> Iterator[None]:
         """Prevent other runs from using the folder while the block is active. Collective.
 
-        A new folder contains its config when the block starts. A folder of an earlier attempt is not modified. The
-        folder is locked first, so a reader that sees the config or the log also sees that the run is active.
+        The config is written into a new folder before the block starts. A folder of an earlier attempt is not modified.
+        The folder is locked first, so a reader that sees the config or the log also sees that the run is active.
 
         Raises:
             FolderInUseError: On all ranks, if a different run uses the folder.
@@ -204,13 +205,13 @@ class RunRecord:
             self.folder.result.unlink(missing_ok=True)
 
     def record_step(self, number: int) -> dict[str, float]:
-        """Return the step time in seconds by phase, and add it to the rank's usage."""
+        """Return the duration of each phase of the step in seconds, and add the durations to the rank's usage."""
         self.step = number
         seconds = self.watch.take()
         self.usage.add(seconds)
         return seconds
 
     def write_result(self, content: Mapping[str, Any]) -> None:
-        """Write `result.json` with `content` and the environment, on rank 0. It is the last file that a run writes."""
+        """On rank 0, write `content` and the environment to `result.json`, the last file that a run writes."""
         if self.world.is_main:
             write_json(self.folder.result, {"schema": 1, **content, "environment": describe_environment()})

@@ -1,4 +1,4 @@
-"""Compare the throughput of runs with a baseline. This module does not import torch."""
+"""Compare the throughput of runs against a baseline's throughput. This module does not import torch."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -37,12 +37,12 @@ def require_throughput(run: Summary) -> Summary:
         ConfigError: If the log does not contain a throughput.
     """
     if not run.rate:
-        raise ConfigError(f"the log of the baseline {run.path} must contain a throughput, but contains no steps")
+        raise ConfigError(f"the baseline run {run.path} did not log its throughput")
     return run
 
 
 def speedup(run: Summary, baseline: Summary | None) -> Speedup:
-    """Return the speedup and the efficiency of a run. Both are None without a baseline or if the work differs."""
+    """Return the speedup and the efficiency of a run. Both are None without a comparable baseline."""
     if baseline is None or not baseline.rate or not run.rate or different_work(run, baseline):
         return Speedup()
     factor = run.rate / baseline.rate

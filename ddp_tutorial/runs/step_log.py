@@ -24,7 +24,7 @@ class StepLog:
     """Log of a run's metrics. Rank 0 writes a JSON Lines file, and every rank keeps the losses and rates in memory.
 
     The methods expect values that are the same on all ranks, so no method is collective. `add` only appends to a list.
-    `flush` writes the steps as whole lines in one write, so the file of a killed run is valid. `open` creates the file.
+    `flush` writes complete lines in a single write, so a killed run leaves a valid file. `open` creates the file.
     """
 
     def __init__(self, world: World, path: Path, unit: str = "samples", *, events: bool = False) -> None:
@@ -33,8 +33,8 @@ class StepLog:
         Args:
             world: This rank's world.
             path: Path of the JSON Lines file.
-            unit: Unit of the loss's count, such as "samples" or "tokens". The log contains the count in this unit and
-                the rate per second.
+            unit: Unit that the loss is averaged over, such as "samples" or "tokens". The log contains the total count
+                in this unit and the rate per second.
             events: Whether to also write TensorBoard events, on rank 0.
         """
         self.unit = unit
@@ -70,11 +70,11 @@ class StepLog:
         Args:
             step: Number of the step.
             means: Means of the loss and the metrics over all ranks.
-            count: Number of tokens or samples in the step, over all ranks.
+            count: Number of tokens or samples in the step, summed over all ranks.
             grad_norm: Norm of the gradient before clipping.
             learning_rate: Learning rate of the step.
             seconds: Duration of each phase.
-            **others: Additional numbers to log.
+            **others: Additional values to log.
         """
         self.count += count
         self.losses.append(means["loss"])
@@ -82,7 +82,7 @@ class StepLog:
         self._pending.append((known, seconds, others, means, grad_norm))
 
     def _total(self) -> float:
-        """Return the count in its logged form, which is an integer unless the loss counts fractions."""
+        """Return the total count, as an integer unless the count is fractional."""
         rounded = round(self.count, 6)
         return int(rounded) if rounded.is_integer() else rounded
 
@@ -118,8 +118,8 @@ class StepLog:
 
         Args:
             step: Last step to keep.
-            losses: Losses up to that step.
-            count: Number of tokens or samples up to that step.
+            losses: Losses of all steps up to `step`.
+            count: Total number of tokens or samples up to `step`.
         """
         self.losses = list(losses)
         self.count = self._flushed_count = float(count)
@@ -142,17 +142,17 @@ class StepLog:
             os.fsync(self._file.fileno())
 
     def elapsed(self) -> float:
-        """Return the run time in seconds, excluding the time between an interruption and the resumption."""
+        """Return the run time in seconds, excluding the time between each interruption and the next restart."""
         return round(time.monotonic() - self._began, 3)
 
     @property
     def latest(self) -> dict[str, float]:
-        """The last loss and rate, for a progress bar. The dict is empty before the first flush."""
+        """The most recent loss and rate, for a progress bar. The dict is empty before the first flush."""
         return {"loss": self.losses[-1], self.unit + PER_SECOND: self.rates[-1]} if self.rates else {}
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Exclude the time inside the block from the step time."""
+        """Exclude the time inside the block from the rate."""
         began = time.monotonic()
         yield
         self._flushed += time.monotonic() - began
@@ -183,8 +183,8 @@ class StepLog:
 class Events:
     """TensorBoard events of a run. `tensorboard --logdir runs` shows them if TensorBoard is installed.
 
-    The first record creates the file. A resumed run writes a new file, so that TensorBoard discards later steps of the
-    earlier file.
+    The first record creates the file. A resumed run writes a new file, so that TensorBoard discards those steps in
+    the earlier file that the run repeats.
     """
 
     def __init__(self, folder: Path, totals: Set[str] = frozenset({"elapsed"})) -> None:
@@ -203,7 +203,7 @@ class Events:
         self._writer: Any = None
 
     def write(self, record: dict[str, Any]) -> None:
-        """Write one point for every curve. Each float in the record is one point, except running totals."""
+        """Write one point for each float in the record, except for running totals."""
         if self._writer is None:
             self._writer = self._open(purge_step=self._purge_step)
         shown = {name: value for name, value in record.items() if isinstance(value, float) and name not in self._totals}

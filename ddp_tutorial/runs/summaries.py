@@ -1,9 +1,9 @@
-"""Find, summarize and compare runs, based on the files that they have written. This module does not import torch.
+"""Find, summarize and compare runs, based on the files in their folders. This module does not import torch.
 
     for folder in find_runs():
         print(folder, state_of(folder), summarize(folder).loss)
 
-A log may lack its last line, and older runs contain fewer metrics. Missing values are None or empty.
+The last line of a log may be missing, and older logs contain fewer metrics. Missing values are None or empty.
 """
 
 import difflib
@@ -64,12 +64,12 @@ def _runs_below(folder: Path) -> Iterator[Path]:
 
 
 def _is_run(folder: Path) -> bool:
-    """Return whether `folder` is a run folder. An exported model also has a config.json, but without `steps`."""
+    """Return whether `folder` is a run folder. The config.json of an exported model lacks `steps`."""
     return "steps" in (read_object(RunFolder(folder).config) or {})
 
 
 def find_run(name: str) -> Path:
-    """Return a run's folder, given its path or its name under runs/.
+    """Return the folder of the run that `name` specifies, as a path or as a folder name under runs/.
 
     Raises:
         ConfigError: If there is no such run.
@@ -84,9 +84,9 @@ def find_run(name: str) -> Path:
             )
     known = [str(folder.relative_to(RUNS)) for folder in find_runs()]
     if not known:
-        raise ConfigError(f"no run is called {name!r}: there are no runs under {RUNS}/")
+        raise ConfigError(f"there is no run named {name!r}: {RUNS}/ contains no runs")
     close = difflib.get_close_matches(name, known, n=1)
-    raise ConfigError(f"no run is called {name!r}.{did_you_mean(name, known if close else known[-5:])}")
+    raise ConfigError(f"there is no run named {name!r}.{did_you_mean(name, known if close else known[-5:])}")
 
 
 def state_of(folder: Path) -> RunState:
@@ -109,7 +109,7 @@ def state_of(folder: Path) -> RunState:
 
 
 def finite_number(row: Mapping[str, Any], key: str) -> float | None:
-    """Return the finite number stored under `key`, or None if there is none."""
+    """Return the finite number stored under `key`, or None if there is no such number."""
     value = row.get(key)
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         return None
@@ -128,7 +128,7 @@ def rows_of(run: Run) -> list[Row]:
 
 
 def metrics_of(rows: Sequence[Row]) -> list[str]:
-    """Return the metric names in a log. The step metrics come first, followed by "seconds.data" and other phases."""
+    """Return the metric names in a log. The step metrics come first, then phase durations such as "seconds.data"."""
     names = dict.fromkeys(key for row in rows for key in row if finite_number(row, key) is not None)
     phases = dict.fromkeys(name for row in rows for name in _mapping(row, "seconds") if ": " not in name)
     return [
@@ -138,10 +138,10 @@ def metrics_of(rows: Sequence[Row]) -> list[str]:
 
 
 def elapsed_seconds(rows: Sequence[Row]) -> list[float]:
-    """Return the seconds since the start of the run for each row.
+    """Return, for each row, the number of seconds since the start of the run.
 
-    Logs of older versions do not contain the time, so the time is estimated as the sum of the phases. The time
-    continues across restarts, although each process counts from zero.
+    Logs from older versions do not contain this time, so it is estimated as the sum of the phase durations. The
+    returned time continues across restarts, although each process counts from zero.
     """
     times: list[float] = []
     now = offset = before = 0.0
@@ -159,10 +159,10 @@ def elapsed_seconds(rows: Sequence[Row]) -> list[float]:
 
 
 def phases_of(rows: Sequence[Row]) -> tuple[dict[str, float], dict[str, float]]:
-    """Return rank 0's total time in seconds by phase, in decreasing order.
+    """Return the total duration of each phase on rank 0 in seconds, in decreasing order.
 
     Returns:
-        The outer phases, and the phases inside `grads`.
+        One dict for the outer phases, and one dict for the phases nested inside the phase "grads".
     """
     outer: defaultdict[str, float] = defaultdict(float)
     in_grads: defaultdict[str, float] = defaultdict(float)
@@ -304,7 +304,7 @@ def _last_step(rows: Sequence[Row], result: Mapping[str, Any], failure: Failure 
     """Return the last step of a run.
 
     The result contains the step. Without a result, the step is the later of the last logged step and the failure
-    record's step. The log of a failed or killed run may lack its last steps.
+    record's step. The last steps of a failed or killed run may be missing from the log.
     """
     final = finite_number(result, "step")
     if final is not None:
@@ -313,7 +313,7 @@ def _last_step(rows: Sequence[Row], result: Mapping[str, Any], failure: Failure 
 
 
 def unit_of(rows: Sequence[Row]) -> str:
-    """Return the unit of a run's count, derived from the rate's name, or "tokens" if the log contains no rate."""
+    """Return the unit of a log's total count, based on the name of the rate. Without a rate, return "tokens"."""
     names = (key for row in rows for key in row if key.endswith(PER_SECOND))
     return next(names, f"tokens{PER_SECOND}").removesuffix(PER_SECOND)
 
@@ -321,7 +321,7 @@ def unit_of(rows: Sequence[Row]) -> str:
 def _count(rows: Sequence[Row], unit: str) -> float | None:
     """Return the run's total count in `unit`, or None if the count was not logged.
 
-    Weighted samples count as fractions.
+    A weighted sample counts as a fraction of a sample.
     """
     return max((count for row in rows if (count := finite_number(row, unit)) is not None), default=None)
 
@@ -329,8 +329,8 @@ def _count(rows: Sequence[Row], unit: str) -> float | None:
 def _ranks(run: Run, result: Mapping[str, Any], in_ranks: Sequence[Mapping[str, Any]]) -> int:
     """Return the number of ranks, from the first source that contains it.
 
-    The sources are the result, the last evaluation, the number of rank logs, and the config. The config is the last
-    source, because torchrun may have started a different number of ranks.
+    The sources are, in this order, the result, the last evaluation, the number of rank logs, and the config. The config
+    is the last source, because torchrun may have started a different number of ranks.
     """
     sizes = [len(rss) for each in in_ranks if (rss := numbers_of_ranks(each, "rss_mb"))]
     logs = len(list(run.path.glob("rank_*.log")))
@@ -352,7 +352,7 @@ def _values(rows: Sequence[Row], key: str) -> Values | None:
 
 
 def rates_of(rows: Sequence[Row], unit: str) -> list[float]:
-    """Return one rate for each interval between two flushes of the log. All steps of an interval have the same rate."""
+    """Return the rate of each interval between consecutive flushes. All steps of an interval have the same rate."""
     rates = [rate for row in rows if (rate := finite_number(row, unit + PER_SECOND)) is not None]
     return [rate for rate, _ in groupby(rates)]
 
@@ -378,9 +378,9 @@ def _memory(in_ranks: Sequence[Mapping[str, Any]]) -> dict[str, list[float]]:
 
 
 def straggler(seconds: Mapping[str, Sequence[float]]) -> dict[str, Any] | None:
-    """Return the rank that the other ranks wait for, or None if there is none.
+    """Return the rank that the other ranks wait for, or None if there is no such rank.
 
-    A rank's own work is compared with the median of the other ranks.
+    The time that a rank spends on its own work is compared with the median over the other ranks.
 
     Args:
         seconds: Each rank's time in seconds, by phase.
@@ -406,7 +406,7 @@ def straggler(seconds: Mapping[str, Sequence[float]]) -> dict[str, Any] | None:
 def seconds_of_ranks(in_ranks: Sequence[Mapping[str, Any]]) -> dict[str, list[float]]:
     """Return each rank's time in seconds by phase, summed over evaluations.
 
-    Only evaluations with the same world size as the last evaluation count.
+    Evaluations with a different world size than the last evaluation are ignored.
     """
     by_phase: defaultdict[str, list[list[float]]] = defaultdict(list)
     for each in in_ranks:
@@ -436,10 +436,10 @@ def _failure(folder: Path) -> Failure:
 
 
 def differing_settings(summaries: Sequence[Summary]) -> dict[str, list[Any]]:
-    """Return the dotted names of the settings that differ between runs, with the value in each run.
+    """Return a dict that maps the dotted name of each setting that differs between runs to the list of its values.
 
-    A setting that is missing from the config of an older version does not count as a difference; its value is None.
-    `nprocs` is the actual number of ranks.
+    If an older version's config lacks a setting, the value is None and does not count as a difference. `nprocs` is the
+    actual number of ranks.
     """
     configs = [summary.config | {"nprocs": summary.ranks} for summary in summaries]
     names = dict.fromkeys(name for config in configs for name in flat(config))
@@ -473,13 +473,13 @@ def _setting(config: Mapping[str, Any], name: str) -> Any:
 def follow(path: Path, is_over: Callable[[], bool], last: int, pause: float = 0.2) -> Iterator[str]:
     """Yield the last lines of a file, and then each complete new line, until `is_over()` returns true.
 
-    If the file is replaced, as happens when a run resumes from a checkpoint, reading starts over.
+    If the file is replaced, as happens when a run resumes from a checkpoint, the function starts over.
 
     Args:
         path: Path of the file, which need not exist yet.
-        is_over: A function that returns whether to stop. The rest of the file is still read.
+        is_over: A function that returns whether to stop after the rest of the file has been read.
         last: Number of existing lines to yield first.
-        pause: Seconds between two reads.
+        pause: Number of seconds between consecutive reads.
     """
     file_id, position, rest = 0, 0, b""
     while True:

@@ -1,4 +1,4 @@
-"""Measure each rank's memory and its time by phase, to identify slow ranks, memory growth and imbalance."""
+"""Measure each rank's memory usage and phase durations, to identify slow ranks, memory growth and imbalance."""
 
 import math
 import statistics
@@ -22,7 +22,7 @@ _RESERVED = "cuda_reserved_mb"
 
 
 def gpu_memory(device: torch.device) -> dict[str, float]:
-    """Return a GPU's peak memory in MB, both used by tensors and reserved by PyTorch. On CPUs, the dict is empty."""
+    """Return the peak allocated and the peak reserved GPU memory in MB. On CPUs, return an empty dict."""
     if device.type != "cuda":
         return {}
     allocated, reserved = torch.cuda.max_memory_allocated(device), torch.cuda.max_memory_reserved(device)
@@ -30,10 +30,10 @@ def gpu_memory(device: torch.device) -> dict[str, float]:
 
 
 def imbalance(memory: Mapping[str, Sequence[float]]) -> dict[str, Any] | None:
-    """Return the rank that uses much more memory than the median of the other ranks, or None if there is none.
+    """Return the rank that uses much more memory than the median of the other ranks, or None if there is no such rank.
 
     Args:
-        memory: Each rank's memory in MB, by kind, such as "rss_mb".
+        memory: Each rank's memory usage in MB, by kind, such as "rss_mb".
 
     Returns:
         A dict such as `{"rank": 1, "kind": "rss_mb", "mb": 900.0, "others_mb": 500.0}`.
@@ -47,10 +47,10 @@ def imbalance(memory: Mapping[str, Sequence[float]]) -> dict[str, Any] | None:
 
 
 class Usage:
-    """The resource usage of one rank. It sums the time by phase, and gathers the usage of all ranks on request."""
+    """Tracker for one rank's resource usage. It sums the phase durations, and gathers all ranks' usage on request."""
 
     def __init__(self, world: World, limit_mb: float = 0, gpu_limit_mb: float = 0) -> None:
-        """Start with zero usage.
+        """Create a tracker with zero usage.
 
         Args:
             world: This rank's world.
@@ -66,11 +66,11 @@ class Usage:
         self._warned: set[str] = set()  # limits that have been exceeded
 
     def add(self, seconds: Mapping[str, float]) -> None:
-        """Add one step's time in seconds, by phase."""
+        """Add the duration of each phase of one step, in seconds."""
         self._since.update(seconds)
 
     def watch_memory(self) -> None:
-        """Check the memory of this process, at most a few times a second, and warn once if it exceeds the limit."""
+        """Check this process's memory usage, at most a few times a second, and warn once if a limit is exceeded."""
         if time.monotonic() - self._looked > _EVERY:
             self._memory()
 
@@ -85,7 +85,7 @@ class Usage:
         return used
 
     def _warn(self, what: str, setting: str, used: float, limit: float) -> None:
-        """Log a warning once if `used` exceeds a limit other than 0."""
+        """Log a warning once if `used` exceeds `limit`. A limit of 0 disables the warning."""
         if not limit or used <= limit or setting in self._warned:
             return
         self._warned.add(setting)
@@ -96,13 +96,13 @@ class Usage:
         )
 
     def gather(self) -> dict[str, Any]:
-        """Return each rank's current memory in MB and its time in seconds by phase since the last call. Collective."""
+        """Return each rank's current memory in MB, and phase durations in seconds since the last call. Collective."""
         since, self._since = self._since, Counter()
         self._before.update(since)
         return self._gather(self._memory(), since)
 
     def gather_totals(self) -> dict[str, Any]:
-        """Return the peak memory, the whole run's time in seconds by phase, the straggler and the imbalance.
+        """Return each rank's peak memory in MB and total phase durations in seconds, the straggler and the imbalance.
 
         Collective.
         """

@@ -1,9 +1,9 @@
-"""Distribute a dataset's samples to the ranks.
+"""Distribute a dataset's samples across the ranks.
 
 `permutation` computes the sample order of an epoch and each rank's samples in a step, without starting processes.
-`samples` makes any dataset readable by sample index. `sharded`, `dispatched`, and `streamed` implement three ways to
-read samples, and `make_source` in `sources` selects one of them. `corpus` loads training text, and `stories` generates
-text.
+`samples` makes any dataset readable by sample index. `sharded`, `dispatched`, and `streamed` each define one kind of
+source, and `make_source` in `sources` selects the kind. `corpus` loads training text, and `stories` generates short
+stories.
 """
 
 import lazy_loader

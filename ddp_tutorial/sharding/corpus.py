@@ -1,13 +1,13 @@
-"""Load training text as bytes. Each byte is one of 256 tokens, so no tokenizer and no download are needed.
+"""Load training text as bytes. Each byte is one of 256 tokens, so no tokenizer needs to be downloaded.
 
-`python` is the source code of the standard library, which exists on every machine that runs this code. `stories` is a
-small sample of generated stories in the repository. `stories:N` generates N stories.
+`python` is the source code of Python's standard library, which every Python installation includes. `stories` is a small
+set of generated stories, stored in the repository. `stories:N` generates N stories.
 
-For custom text, `text:PATH` is a file or a folder. `json:PATH` and `parquet:PATH` are files or folders with a text
-column. The column name is `text` unless specified, as in `json:notes.jsonl#body`. `hub:OWNER/NAME` is a dataset on the
-Hugging Face Hub. `hub:OWNER/NAME@REVISION` specifies a commit, branch or tag. `hub:OWNER/NAME[:20000]` streams the
-first 20,000 documents and does not download the others. The `datasets` package reads `json`, `parquet`, and `hub`
-corpora, and the tokens are cached under runs/cache. A cached dataset from the Hub is never updated.
+`text:PATH` reads text from a file or a folder. `json:PATH` and `parquet:PATH` read a text column from a file or a
+folder. By default, the column is `text`; `json:notes.jsonl#body` selects the column `body`. `hub:OWNER/NAME` is a
+dataset on the Hugging Face Hub. `hub:OWNER/NAME@REVISION` specifies a commit, branch or tag. `hub:OWNER/NAME[:20000]`
+streams the first 20,000 documents and does not download the others. The `datasets` package reads `json`, `parquet`, and
+`hub` corpora, and the tokens are cached under runs/cache. A cached dataset from the Hub is never updated.
 
 `bin:FOLDER` memory-maps the token files `train.bin` and `val.bin`; see token_files.py.
 """
@@ -42,9 +42,9 @@ CACHE = RUNS / "cache"
 
 @dataclass(frozen=True)
 class Corpus:
-    """A corpus as one-dimensional token tensors.
+    """A corpus, stored as two one-dimensional tensors of tokens.
 
-    Bytes of text are uint8. Other tokens have the integer dtype of their file or tokenizer.
+    Text bytes are stored as uint8. Token files keep their integer dtype, and a tokenizer's tokens are uint16 or int32.
 
     Attributes:
         name: The name of the corpus.
@@ -63,8 +63,8 @@ class Corpus:
 def load_corpus(name: str) -> Corpus:
     """Load a corpus by name.
 
-    If ranks share a folder, load the corpus on rank 0 first (`collectives.rank_zero_first`). The other ranks then read
-    the cache.
+    If the ranks share the cache folder, load the corpus on rank 0 first (see `collectives.rank_zero_first`). The other
+    ranks then read the cache.
 
     Raises:
         ConfigError: If the corpus is unknown, does not exist, or is empty.
@@ -82,7 +82,7 @@ def load_corpus(name: str) -> Corpus:
 def cached(name: str, folder: Path, make: Callable[[], Iterable[torch.Tensor]]) -> Corpus:
     """Return the corpus that is cached in `folder`.
 
-    If the folder does not exist, cache the training and validation tokens that `make` returns.
+    If the folder does not exist, first create it from the training and validation tokens that `make` returns.
     """
 
     def fill(unfinished: Path) -> None:
@@ -130,7 +130,7 @@ def encode(text: str) -> torch.Tensor:
 
 
 def decode(tokens: torch.Tensor) -> str:
-    """Decode tokens of shape [bytes] as UTF-8. Invalid bytes become a replacement character."""
+    """Decode tokens of shape [bytes] as UTF-8. Invalid bytes are replaced with U+FFFD."""
     return bytes(tokens.tolist()).decode(errors="replace")
 
 
@@ -185,7 +185,7 @@ _DATASETS = ["json", "parquet", "hub"]
 def _identity(kind: str, argument: str) -> str:
     """Return a string that identifies the content of a cached corpus.
 
-    The string contains the corpus name, and the path, size, and modification time of each file.
+    The string contains the corpus name and each file's path, size, and modification time.
     """
     stats = [(str(file), file.stat().st_size, file.stat().st_mtime_ns) for file in _files(kind, argument)]
     return f"{kind}:{argument} {stats}"
@@ -199,7 +199,7 @@ def _files(kind: str, argument: str) -> list[Path]:
     endings = {"json": (".json", ".jsonl"), "parquet": (".parquet",)}[kind]
     files = sorted(each for each in path.rglob("*") if each.suffix in endings) if path.is_dir() else [path]
     if not where or not files or not path.exists():
-        what = f"file of {' or '.join(endings)} in folder" if where and path.is_dir() else "file or folder"
+        what = f"{' or '.join(endings)} file in folder" if where and path.is_dir() else "file or folder"
         raise ConfigError(f"corpus '{kind}:{argument}': there is no {what} {where!r}")
     return files
 
@@ -208,7 +208,7 @@ def _read_dataset(kind: str, argument: str) -> Iterator[bytes]:
     """Yield the documents from local files or from a dataset on the Hub.
 
     Raises:
-        ConfigError: If the data cannot be read, or if a row is not text. The message contains the row index.
+        ConfigError: If the data cannot be read, or if the column is missing or contains a value that is not text.
     """
     require_package("datasets", "data")
     from datasets import disable_progress_bars, load_dataset  # importing takes a second
@@ -235,8 +235,8 @@ def _read_dataset(kind: str, argument: str) -> Iterator[bytes]:
                     f"Use '{kind}:{source}#COLUMN', where COLUMN is one of: {others}"
                 )
             if not isinstance(row[column], str):
-                found = type(row[column]).__name__
-                raise ConfigError(f"corpus '{kind}:{argument}', row {number}: {column!r} must be text, got {found}")
+                got = type(row[column]).__name__
+                raise ConfigError(f"corpus '{kind}:{argument}', row {number}: {column!r} must contain text, got {got}")
             yield row[column].encode()
     except ConfigError:
         raise
@@ -248,7 +248,7 @@ def _read_dataset(kind: str, argument: str) -> Iterator[bytes]:
 
 
 def _reach_hub(argument: str) -> None:
-    """Raise an error immediately if the Hub cannot be reached. `datasets` itself would first retry five times.
+    """Raise an error immediately if the Hub cannot be reached. Without this check, `datasets` would retry five times.
 
     Raises:
         ConfigError: If the connection fails.

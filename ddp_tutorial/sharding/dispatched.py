@@ -25,12 +25,12 @@ from ddp_tutorial.world import World, require_group
 class DispatchedSource:
     """A source for data that only one process can read. Rank 0 reads the samples for all ranks.
 
-    While the ranks compute, background threads read, send, and receive the next steps in their own process
-    group. A batch is any tree of tensors with one row per sample. The batch size need not be a multiple of the world
-    size. If `collate_fn` pads, it pads to the longest sample in the global batch. An error on rank 0 is raised on all
-    ranks as a `SourceError`.
+    While the ranks compute, a thread on rank 0 reads the next batches and sends their shards through a separate process
+    group. A batch can be any tree of tensors with one row per sample. The batch size need not be a multiple of the
+    world size. If `collate_fn` pads, it pads to the longest sample in the global batch. A read error on rank 0 raises a
+    `SourceError` on all ranks.
 
-    If the inner source uses the random number generators of this process (see `uses_local_rng`), rank 0 reads in its
+    If rank 0's inner source uses the process's random number generators (see `uses_local_rng`), rank 0 reads in the
     main thread and does not prefetch. Threads share these generators, so reading in a different thread would change the
     random numbers that training draws.
     """
@@ -42,7 +42,7 @@ class DispatchedSource:
         *,
         prefetch: int = 2,
     ) -> None:
-        """Create the inner source on rank 0, and broadcast its batch size, steps per epoch and state. Collective.
+        """Create the inner source on rank 0, and broadcast its batch size, steps per epoch, and state. Collective.
 
         Args:
             make: A function that creates the inner source for a world of one rank. Only rank 0 calls this function.
@@ -75,7 +75,7 @@ class DispatchedSource:
         """Return this rank's samples for the next step, split into micro-batches. Collective.
 
         Raises:
-            SourceError: On all ranks, if rank 0 cannot read the step.
+            SourceError: On all ranks, if rank 0 cannot read the samples.
         """
         if micro_batches != self._parts:
             self.load_state_dict(self._state)  # the prefetched steps have a different number of micro-batches
@@ -112,7 +112,7 @@ class DispatchedSource:
             self._put(error)
 
     def _step(self) -> tuple[list[LocalBatch], SourceState]:
-        """Read a step, send the other ranks their shards, and return rank 0's shard. An error is sent to all ranks."""
+        """Read a batch, send each other rank its shard, and return rank 0's shard. On failure, send the error."""
         assert self._inner is not None
         try:
             share, state = next(self._inner), self._inner.state_dict()
@@ -151,7 +151,7 @@ class DispatchedSource:
             self._put(error)
 
     def _put(self, found: tuple[list[LocalBatch], SourceState] | Exception) -> None:
-        """Pass a step or an error to the main thread when the queue has capacity, unless the source is being closed."""
+        """Pass a batch or error to the main thread when the queue has capacity, unless the source is being closed."""
         while not self._closing.is_set():
             try:
                 return self._ahead.put(found, timeout=0.1)
@@ -159,7 +159,7 @@ class DispatchedSource:
                 continue
 
     def _send(self, thing: object, rank: int) -> None:
-        """Send an object to `rank` as two messages: the number of bytes, and the bytes."""
+        """Send a serialized object to `rank` in two messages: first its size in bytes, then its data."""
         data = pack(thing)
         dist.send(torch.tensor(len(data)), rank, group=self._group)
         dist.send(data, rank, group=self._group)
@@ -191,7 +191,7 @@ class DispatchedSource:
             self._group = None
 
     def _stop(self) -> None:
-        """Stop sending on rank 0, and receive all pending steps on the other ranks. Collective."""
+        """Stop sending on rank 0, and receive all pending batches on the other ranks. Collective."""
         if self._thread is not None:
             self._closing.set()
             self._thread.join()
@@ -205,7 +205,7 @@ class DispatchedSource:
 
 
 class _Leaf(NamedTuple):
-    """A placeholder for a tensor in the pickled structure, with the tensor's dtype and shape."""
+    """A placeholder that stores a tensor's dtype and shape in the pickled structure."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
@@ -232,7 +232,7 @@ def pack(thing: object) -> torch.Tensor:
 def unpack(data: torch.Tensor) -> Any:
     """Return the object that `pack` serialized.
 
-    The function unpickles the structure, so use it only for data from another rank of the same run.
+    Unpickling can execute code, so unpack only data from a different rank of the same run.
     """
     length = int(data[:8].view(torch.int64))
     at = 8 + length

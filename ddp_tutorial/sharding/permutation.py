@@ -1,8 +1,8 @@
-"""Compute the samples that each rank processes in each step. This module contains only index arithmetic.
+"""Compute each rank's sample indices for each step. This module contains only index arithmetic.
 
-Every epoch has a different order, which depends only on the seed and the epoch. The orders of all epochs form one
-endless sequence. A step takes the next `batch_size` samples of the sequence as the global batch, and distributes them
-to the ranks. The position in the sequence is a single number, called the cursor, which does not depend on the world
+Every epoch has a different sample order, which depends only on the seed and the epoch number. The orders of successive
+epochs form one endless sequence. Each step's global batch contains the next `batch_size` samples of the sequence, split
+among the ranks. The position in the sequence is a single number, called the cursor, which does not depend on the world
 size.
 
     sequence   7 2 5 0 3 | 6 1 4 ...          8 samples, 5 per step
@@ -42,19 +42,19 @@ class Permutation:
     The order is computed block by block on demand, so memory use does not grow with the dataset size.
 
     Every sample is equally likely to be at any position. The order is a keyed permutation, computed with a Feistel
-    network on a x b values. Both a and b are near the square root of `samples`, and a x b is at least `samples`. Values
-    that are too large are permuted again, a method called cycle-walking (Black and Rogaway, "Ciphers with Arbitrary
-    Finite Domains", 2002).
+    network on a x b values. Both a and b are near the square root of `samples`, and a x b is at least `samples`.
+    Results outside the range [0, `samples`) are permuted again (cycle walking; Black and Rogaway, "Ciphers with
+    Arbitrary Finite Domains", 2002).
 
-    The permutation takes about 50 ns per sample on a 2020 CPU core. For an epoch of 10^9 samples, the total is 50 s,
-    spread over the epoch. A shuffled list of the sample indices would require 8 GB on every rank.
+    Computing the permutation takes about 50 ns per sample on a 2020 CPU core. For an epoch of 10^9 samples, the total
+    time is 50 seconds, spread over the epoch. A shuffled list of the sample indices would require 8 GB on every rank.
 
     Attributes:
         samples: The number of samples in the dataset.
         seed: The seed of the sample order. None keeps the order in which the samples are stored.
-        window: The size of a shuffle window, for files with slow random access. The windows are visited in random
-            order. All samples of a window are visited, in random order, before the next window begins. The start of
-            the first window is also random, so that two samples do not always share a window.
+        window: The number of samples in a shuffle window, for files with slow random access. The windows are visited in
+            random order. All samples of a window are visited, in random order, before the next window begins. The first
+            window starts at a random sample, so that the windows of different epochs contain different samples.
     """
 
     samples: int
@@ -62,7 +62,7 @@ class Permutation:
     window: int | None = None
 
     def take(self, cursor: int, count: int) -> Indices:
-        """Return the next `count` samples after the first `cursor` samples. They may belong to several epochs."""
+        """Return the indices of `count` samples, starting at `cursor`. The samples may span several epochs."""
         parts = []
         while count:
             epoch, start = divmod(cursor, self.samples)
@@ -73,7 +73,7 @@ class Permutation:
         return parts[0] if len(parts) == 1 else np.concatenate([_NONE, *parts])
 
     def __call__(self, epoch: int, positions: Indices) -> Indices:
-        """Return the samples at `positions` of an epoch. Positions are in the range [0, `samples`)."""
+        """Return the sample indices at `positions` of an epoch. Positions are in the range [0, `samples`)."""
         if self.seed is None:
             return positions
         if self.window is None:
@@ -109,12 +109,12 @@ def _keys(*entropy: int) -> npt.NDArray[np.uint64]:
 
 
 def permute(positions: Indices, size: int, keys: npt.NDArray[np.uint64]) -> Indices:
-    """Apply the permutation that `keys` define to `positions`.
+    """Apply the permutation defined by `keys` to `positions`.
 
     Args:
         positions: Values in the range [0, `size`).
         size: The size of the permutation.
-        keys: An even number of keys.
+        keys: The keys of the Feistel rounds. The number of keys must be even.
     """
     a = max(1, math.isqrt(size - 1) + 1) if size > 1 else 1
     b = -(-size // a)
@@ -156,13 +156,13 @@ class GlobalBatch(NamedTuple):
 
 @dataclass(frozen=True)
 class GlobalBatchSampler:
-    """A sampler that returns the global batch of each step, the next `batch_size` samples of `order`.
+    """A sampler that returns each step's global batch, which contains the next `batch_size` samples of `order`.
 
     Attributes:
         order: The order of the samples.
         batch_size: The number of samples in a step, over all ranks.
         remainder: The policy for the last samples of an epoch; see `Remainder`.
-        pad_to: The world size, used only with remainder 'pad'. Every step is padded to a multiple of this number.
+        pad_to: The world size, used only with remainder 'pad'. Each global batch is padded to a multiple of this size.
 
     Raises:
         ConfigError: If there are no samples, if `batch_size` is less than 1, or if remainder 'drop' would drop all
@@ -183,7 +183,7 @@ class GlobalBatchSampler:
             raise ConfigError(f"'batch_size' must be at least 1, got {batch}")
         if self.remainder == "drop" and samples < batch:
             raise ConfigError(
-                f"with remainder 'drop', the dataset must contain at least {batch} samples (one batch), got {samples}"
+                f"with remainder='drop', the dataset must contain at least {batch} samples (one batch), got {samples}"
             )
 
     @property
@@ -212,11 +212,11 @@ class GlobalBatchSampler:
         """Yield the sample indices of each step of one epoch.
 
         Raises:
-            ValueError: If the remainder is 'carry', because a step may then belong to two epochs. Use `step` instead.
+            ValueError: If the remainder is 'carry', because a step may then span two epochs. Use `step` instead.
         """
         if self.remainder == "carry":
             raise ValueError(
-                "epoch() does not support remainder 'carry', because a step may belong to two epochs. "
+                "epoch() does not support remainder='carry', because a step may belong to two epochs. "
                 "Use step() instead."
             )
         samples = self.order.samples
@@ -228,7 +228,7 @@ class GlobalBatchSampler:
 
 
 def shard_indices(indices: Some, rank: int, size: int) -> Some:
-    """Return this rank's shard, which is every `size`-th index, starting at `rank`.
+    """Return this rank's shard, which contains every `size`-th index, starting at position `rank`.
 
     The lengths of the shards differ by at most 1.
     """
@@ -238,8 +238,8 @@ def shard_indices(indices: Some, rank: int, size: int) -> Some:
 def shard_micro_batches(indices: Some, rank: int, size: int, micro_batches: int) -> list[Some]:
     """Return this rank's shard of a step, split into micro-batches.
 
-    Micro-batch j contains the shard of rank `rank + size * j` in a world of `size * micro_batches` ranks. Therefore,
-    the micro-batches of a step are the same for every `size` and `micro_batches` with the same product.
+    Micro-batch j is the shard that rank `rank + size * j` would receive in a world of `size * micro_batches` ranks.
+    Therefore, the micro-batches of all ranks together depend only on the product `size * micro_batches`.
     """
     return [shard_indices(indices, rank + size * number, size * micro_batches) for number in range(micro_batches)]
 

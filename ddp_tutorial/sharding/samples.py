@@ -1,7 +1,7 @@
 """Read batches of samples by index from a token corpus, any map-style dataset, or Arrow files.
 
 A batch is a tree: a tensor whose first dimension is the number of samples, or a dict, list, or tuple of such trees.
-`as_samples` converts a dataset to an object with this interface.
+`as_samples` converts a dataset to an object that implements `Data`.
 """
 
 import hashlib
@@ -42,8 +42,7 @@ def select_rows(tree: Tree, which: torch.Tensor | slice) -> Tree:
 def as_batch(tree: Tree, count: int) -> Tree:
     """Return `tree` if it is a batch of `count` samples.
 
-    Mappings that torch's pytree treats as leaves, such as the `BatchEncoding` of `transformers`, are converted to
-    dicts.
+    Mappings that torch's pytree treats as leaves, such as `transformers.BatchEncoding`, are converted to dicts.
 
     Raises:
         ValueError: If `tree` is not a batch of `count` samples. The message lists the leaves and their lengths.
@@ -92,23 +91,23 @@ def _contents(tree: Tree) -> str:
 class Data(Protocol):
     """A dataset whose samples are read by index.
 
-    Sources of kind `sharded` or `dispatched` accept any object with these two methods.
+    Sources of kind `sharded` or `dispatched` accept any object that defines `__len__` and `fetch`.
     """
 
     def __len__(self) -> int:
         """Return the number of samples."""
 
     def fetch(self, indices: Indices) -> Tree:
-        """Return the samples at `indices` [n] as one tree of CPU tensors with n rows."""
+        """Return the samples at `indices` [n] as one tree of CPU tensors with n rows each."""
         ...
 
 
 def as_samples(dataset: Any, collate_fn: CollateFn | None = None) -> Data:
-    """Return `dataset` as samples that are read by index.
+    """Convert `dataset` to an object whose samples are read by index.
 
     An object with a `fetch` method (`TokenBlocks`, `ArrowShards`, or a custom class) is returned unchanged. Any
-    map-style dataset, with `__len__` and `__getitem__`, is read row by row. Examples are torch's `Dataset`,
-    `TensorDataset`, and `Subset`, a `datasets.Dataset`, and a list.
+    map-style dataset, which defines `__len__` and `__getitem__`, is wrapped. Examples are torch's `TensorDataset` and
+    `Subset`, Hugging Face's `datasets.Dataset`, and lists.
 
     Args:
         dataset: The dataset.
@@ -121,7 +120,7 @@ def as_samples(dataset: Any, collate_fn: CollateFn | None = None) -> Data:
     require_dataset(dataset)
     if hasattr(dataset, "fetch"):
         if collate_fn is not None:
-            raise ConfigError(f"{type_name(dataset)} returns batches from fetch, so 'collate_fn' must be None")
+            raise ConfigError(f"the fetch method of {type_name(dataset)} returns batches, so 'collate_fn' must be None")
         return dataset
     if not is_map_style(dataset):
         raise ConfigError(
@@ -164,7 +163,7 @@ def is_map_style(dataset: Any) -> bool:
 
 
 def type_name(dataset: Any) -> str:
-    """Return the type of `dataset` for a message, such as "a datasets.arrow_dataset.Dataset"."""
+    """Return the type name of `dataset` for a message, such as "a datasets.arrow_dataset.Dataset"."""
     return f"a {type(dataset).__module__}.{type(dataset).__qualname__}".replace("builtins.", "")
 
 
@@ -188,7 +187,7 @@ class TokenBlocks:
         return max(0, len(self.tokens) - 1) // self.context
 
     def fetch(self, indices: Indices) -> dict[str, torch.Tensor]:
-        """Return `tokens` [n, context + 1], in the dtype of the sequence."""
+        """Return a dict with `tokens` [n, context + 1], in the sequence's dtype."""
         which = torch.from_numpy(indices.copy())
         # A view of all samples, without a copy. `unfold` raises an error if the sequence is shorter than a sample.
         size, step = (len(self), self.context + 1), self.tokens.stride(0)
@@ -253,14 +252,15 @@ def _read(read: Callable[[Any], Any], what: object, numbers: Sequence[int]) -> A
 
 
 def _range(numbers: Sequence[int]) -> str:
-    return f"row {numbers[0]}" if len(numbers) == 1 else f"{len(numbers)} rows from {min(numbers)} to {max(numbers)}"
+    count = len(numbers)
+    return f"row {numbers[0]}" if count == 1 else f"{count} rows (indices {min(numbers)} to {max(numbers)})"
 
 
 def collate_rows(rows: Sequence[Any], numbers: Sequence[int], collate_fn: CollateFn) -> Tree:
     """Combine rows into one batch.
 
     A custom `collate_fn` receives rows of any type. `default_collate` silently drops a column that is missing from the
-    first row. It also returns a mixed list of strings and numbers unchanged. Therefore, `default_collate` only receives
+    first row. It also returns a mixed list of strings and numbers unchanged. Therefore, `default_collate` receives only
     rows with the same columns and types.
 
     Args:
@@ -288,14 +288,14 @@ def collate_rows(rows: Sequence[Any], numbers: Sequence[int], collate_fn: Collat
 
 
 def check_same_structure(rows: Sequence[Any], numbers: Sequence[int]) -> None:
-    """Raise an error if a row has different columns or types than the first row.
+    """Raise an error if a row's columns or types differ from the first row's.
 
     Args:
         rows: The rows.
         numbers: The index of each row, for the error message.
 
     Raises:
-        ValueError: If a row differs.
+        ValueError: If a row differs from the first row.
     """
     if all(isinstance(row, dict) for row in rows) and len({(*row, *map(type, row.values())) for row in rows}) == 1:
         return  # the common case; this check takes a third of the time of the full one
@@ -306,7 +306,7 @@ def check_same_structure(rows: Sequence[Any], numbers: Sequence[int]) -> None:
 def _first_unlike(
     rows: Iterable[Any], numbers: Sequence[int], columns_of: Callable[[Any], dict[str, str]]
 ) -> str | None:
-    """Describe the first column of a row that differs from the first row. Return None if there is no difference."""
+    """Describe the first column that differs between a row and the first row. Return None if no column differs."""
     first: dict[str, str] | None = None
     for row, number in zip(rows, numbers, strict=True):
         columns = columns_of(row)
@@ -329,7 +329,7 @@ def _types(row: Any) -> dict[str, str]:
 
 
 def _shapes(row: Any) -> dict[str, str]:
-    """Return the shape of each column. The columns of a tuple are numbered."""
+    """Return the shape of each column. The columns of a tuple are named by their positions."""
     columns = row if isinstance(row, Mapping) else dict(enumerate(row)) if isinstance(row, tuple) else {"": row}
     return {str(name): _shape(value) for name, value in columns.items()}
 
@@ -348,13 +348,13 @@ class ArrowShards:
     """A table of numbers, stored in several memory-mapped Arrow files. Data are read only on demand.
 
     Rows are numbered consecutively across the files. The files may have different lengths, and the number of files does
-    not depend on the world size. A batch is gathered from the mapped columns by index, without Python code per row.
-    Columns must contain numbers or lists of a fixed length. Decode Parquet files with `as_arrow`, and tokenize text
-    beforehand.
+    not depend on the world size. A batch is gathered from the mapped columns by index, without a Python loop over rows.
+    Columns must contain numbers or lists of a fixed length. Convert Parquet files with `as_arrow` and tokenize text
+    before you create this object.
     """
 
     def __init__(self, paths: Sequence[Path], columns: Sequence[str] | None = None) -> None:
-        """Map the files.
+        """Memory-map the files.
 
         Args:
             paths: The Arrow files.
@@ -376,7 +376,8 @@ class ArrowShards:
                     if kinds.get(name) != first.get(name):
                         raise ConfigError(
                             f"{path}: column {name!r} must have the same type in all files, got "
-                            f"{kinds.get(name, 'missing')}, but {first.get(name, 'missing')} in the previous files"
+                            f"{kinds.get(name, 'missing')} in this file and "
+                            f"{first.get(name, 'missing')} in the previous files"
                         )
                 self._chunks.append(chunk)
         self._chunks = [chunk for chunk in self._chunks if len(next(iter(chunk.values())))]
@@ -388,7 +389,7 @@ class ArrowShards:
         return int(self._starts[-1])
 
     def __reduce__(self) -> Any:
-        """Pickle only the paths and columns; the receiving process maps the files itself."""
+        """Pickle only the paths and column names. The receiving process memory-maps the files again."""
         return type(self), (self.paths, self.columns)
 
     def fetch(self, indices: Indices) -> dict[str, torch.Tensor]:
@@ -438,10 +439,10 @@ def _map_arrow(path: Path, columns: Sequence[str] | None) -> list[dict[str, np.n
     names = list(columns) if columns else found
     for name in names:
         if found.count(name) != 1:
-            problem = "has no column" if name not in found else "has more than one column"
-            raise ConfigError(f"{path} {problem} {name!r}. Its columns are {', '.join(map(repr, found))}.")
+            problem = "does not contain" if name not in found else "contains more than one"
+            raise ConfigError(f"{path} {problem} column {name!r}. Its columns are {', '.join(map(repr, found))}.")
     if not names:
-        raise ConfigError(f"{path} has no columns")
+        raise ConfigError(f"{path} contains no columns")
     batches = table.select(names).to_batches()
     return [{name: _as_array(path, name, batch.column(name)) for name in names} for batch in batches]
 
@@ -483,8 +484,8 @@ SHARDS = 4  # the default number of files
 def as_shards(blocks: TokenBlocks, cache: Path, files: int = SHARDS) -> list[Path]:
     """Write a corpus's samples to Arrow files, unless the files already exist.
 
-    The files are stored in a subfolder of `cache`. The subfolder's name contains a digest of the tokens, the context,
-    and the number of files.
+    The files are stored in a subfolder of `cache`. The subfolder's name contains a digest of the tokens, the context
+    length, and the number of files.
 
     Args:
         blocks: The samples of the corpus.
@@ -509,7 +510,7 @@ def as_shards(blocks: TokenBlocks, cache: Path, files: int = SHARDS) -> list[Pat
 
 
 def as_arrow(paths: Sequence[Path], folder: Path) -> list[Path]:
-    """Decode Parquet files into Arrow files in `folder`, unless the Arrow files already exist.
+    """Convert Parquet files to Arrow files in `folder`, unless the Arrow files already exist.
 
     Parquet files are compressed, so they cannot be memory-mapped.
 

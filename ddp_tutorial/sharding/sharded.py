@@ -1,4 +1,4 @@
-"""Define `ShardedSource`, in which every rank reads its own samples, and the code that all sources share."""
+"""Define the code that all sources share, and `ShardedSource`, in which every rank reads its own samples."""
 
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -35,9 +35,9 @@ _Planned = tuple[int, int, Indices]
 class ShardedSource:
     """A source in which every rank computes the indices of its own samples and reads those samples.
 
-    With `workers`, worker processes prefetch batches and apply `transform`. The random numbers that the dataset, its
-    `collate_fn`, and `transform` draw (from torch, NumPy, or Python) depend only on the seed, the cursor, and the
-    micro-batch. Therefore, a resumed run draws the same numbers, and the number of workers has no effect. Each
+    With `workers` > 0, worker processes prefetch batches and apply `transform`. The random numbers (torch, NumPy, or
+    Python) that the dataset, `collate_fn`, and `transform` draw depend only on the seed, the cursor, and the
+    micro-batch's index. Therefore, neither resuming nor the number of workers changes the random numbers. Each
     micro-batch is collated separately, so the padding does not depend on the number of ranks.
 
     If a worker crashes, the source logs a warning and restarts the workers at the same samples, at most once per step.
@@ -57,17 +57,17 @@ class ShardedSource:
         """Store the arguments. Worker processes start at the first step.
 
         Args:
-            data: A map-style dataset, or the result of `as_samples` (for example, with a `collate_fn`).
+            data: A map-style dataset, or an object that `as_samples` returned, for example to set a `collate_fn`.
             sharding: A sampler that returns the global batch of each step.
             world: The ranks of the run.
-            transform: A function that transforms a batch, for example for augmentation.
-            workers: The number of worker processes on this rank. 0 reads in the main process.
+            transform: A function that is applied to each batch, for example to augment the data.
+            workers: The number of worker processes on this rank. If 0, the main process reads the samples.
             prefetch: The number of batches that each worker prefetches.
             worker_timeout: The timeout for a batch, in seconds.
 
         Raises:
-            ConfigError: If the order does not contain exactly `len(data)` samples, or if a rank would never receive a
-                sample.
+            ConfigError: If `sharding.order` does not contain exactly `len(data)` samples, or if a rank would never
+                receive a sample.
         """
         self.data: Data = as_samples(data)
         if len(self.data) != sharding.order.samples:
@@ -146,7 +146,7 @@ class ShardedSource:
     def _read(self) -> Iterator[list[Tree]]:
         """Iterate over the batches, starting at the cursor.
 
-        Without workers and without a GPU, a `DataLoader` would only add overhead.
+        If there are no workers and no GPU, no `DataLoader` is used, because it would only add overhead.
         """
         if not self.workers and self.world.device.type == "cpu":
             return map(self._fetch.__getitem__, self._plan())
@@ -161,11 +161,11 @@ class ShardedSource:
         return WorkerBatches(loader) if self.workers else iter(loader)
 
     def state_dict(self) -> SourceState:
-        """Return the cursor, which counts samples."""
+        """Return the cursor, which is the position in the sample sequence."""
         return {"cursor": self.cursor}
 
     def load_state_dict(self, state: SourceState) -> None:
-        """Resume from a cursor, at any time. Prefetched batches are discarded."""
+        """Resume from a saved cursor, and discard prefetched batches. This is also allowed after the first step."""
         self.close()
         self.cursor = state["cursor"]
 
@@ -184,7 +184,7 @@ def _range(indices: Indices) -> str:
 
 
 class _Plan(Sampler[list[_Planned]]):
-    """A sampler for the `DataLoader` that yields each step of `plan()` as a list of micro-batches."""
+    """A `DataLoader` sampler that yields each step of `plan()` as a list of micro-batches."""
 
     def __init__(self, plan: Callable[[], Iterator[list[_Planned]]]) -> None:
         """Store the plan."""
@@ -211,7 +211,7 @@ class ByValue:
 
 
 class _Fetch(ByValue, Dataset[list[Tree]]):
-    """The dataset that the `DataLoader` and its workers read. Each item is a step, as a list of micro-batches."""
+    """The dataset that the `DataLoader` and its workers read. Each item is the list of a step's micro-batches."""
 
     def __init__(self, data: Data, transform: Transform | None, seed: int) -> None:
         """Store the arguments."""
@@ -235,8 +235,8 @@ def require_samples_for_all(sharding: GlobalBatchSampler, world: World) -> None:
     """Raise an error if a rank would never receive a sample.
 
     Raises:
-        ConfigError: If a batch contains fewer samples than there are ranks. Also raised if the dataset does, and the
-            remainder policy does not repeat samples.
+        ConfigError: If `batch_size` is less than the number of ranks. Also raised if there are fewer samples than ranks
+            and the remainder policy does not repeat samples.
     """
     samples, batch = sharding.order.samples, sharding.batch_size
     repeats = sharding.remainder in {"pad", "carry"}  # samples are repeated, so there may be fewer samples than ranks
@@ -249,7 +249,7 @@ def require_samples_for_all(sharding: GlobalBatchSampler, world: World) -> None:
 
 
 def require_streams_for_all(streams: int, batch_size: int, world: World) -> None:
-    """Raise an error if a rank would not read any stream, or if a batch is smaller than the number of streams.
+    """Raise an error if a rank would not read any stream, or if a batch has fewer samples than there are streams.
 
     Raises:
         ConfigError: If there are fewer streams than ranks, or if `batch_size` is less than the number of streams.
@@ -266,7 +266,7 @@ def require_streams_for_all(streams: int, batch_size: int, world: World) -> None
 def to_device(samples: Tree, device: torch.device) -> Tree:
     """Return a batch on this rank's device.
 
-    On the CPU, the batch is not copied. The copy from pinned memory to a GPU overlaps with the computation.
+    On the CPU, the batch is not copied. A copy from pinned memory to a GPU can overlap with computation.
     """
     if device.type == "cpu":
         return samples

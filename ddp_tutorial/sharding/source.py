@@ -16,7 +16,7 @@ class LocalBatch:
         samples: A tree of tensors with `count` rows. The tree is the output of the dataset's `fetch` or `collate_fn`,
             processed by `transform`.
         count: The number of samples on this rank, which may be 0 at the end of an epoch.
-        global_count: The number of samples on all ranks.
+        global_count: The total number of samples over all ranks in the same step or micro-batch.
     """
 
     samples: Tree
@@ -25,7 +25,7 @@ class LocalBatch:
 
 
 class Source(Protocol):
-    """An endless iterator over steps. Every rank takes the same number of steps."""
+    """An endless iterator over this rank's batches, one per step. Every rank takes the same number of steps."""
 
     @property
     def batch_size(self) -> int:
@@ -36,7 +36,7 @@ class Source(Protocol):
     def steps_per_epoch(self) -> float | None:
         """The number of steps in one epoch, or None if the number of samples is unknown.
 
-        The number is a fraction if a step may contain samples from two epochs.
+        The number may be fractional if a step may contain samples from two epochs.
         """
         ...
 
@@ -63,5 +63,5 @@ class Source(Protocol):
         ...
 
     def close(self) -> None:
-        """Stop prefetching. Collective if one rank reads for the other ranks."""
+        """Stop prefetching. This method is collective if rank 0 reads for all ranks."""
         ...

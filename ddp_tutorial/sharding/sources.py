@@ -1,6 +1,6 @@
 """Define `make_source`, which creates a source from a dataset and a config.
 
-A source determines the samples that this rank processes next, and can resume from a saved state. It is an endless
+A source provides the samples that this rank processes next, and can resume from a saved state. It is an endless
 iterator over this rank's shards of the global batches. The source's state is small, identical on every rank, and valid
 for every world size.
 
@@ -12,7 +12,7 @@ for every world size.
                   memory-mapped Arrow files, in the order of shuffle
                   windows; as fast as reading a stream
 
-Token blocks and Arrow files can be read in all four ways.
+All four kinds can read token blocks and Arrow files.
 """
 
 import logging
@@ -66,14 +66,14 @@ def make_source(
     With kind streamed or fast_stream, rank 0 writes token blocks to Arrow files under runs/cache, once per corpus.
 
     Args:
-        data: A map-style dataset (see `as_samples`), an iterable dataset for kinds streamed and dispatched, or
-            `TokenBlocks` or `ArrowShards` for any kind. Every rank must pass the full dataset.
+        data: A map-style dataset (see `as_samples`; kind sharded or dispatched), an iterable dataset (kind streamed or
+            dispatched), or `TokenBlocks` or `ArrowShards` (any kind). Every rank must pass the full dataset.
         batch_size: The number of samples in a step, over all ranks.
         world: The ranks of the run.
         seed: The seed of the sample order. None keeps the order in which the samples are stored.
         config: Settings that specify how the data are read.
         collate_fn: A function that combines a list of samples into one batch, as in torch's `DataLoader`.
-        transform: A function that transforms a batch, for example for augmentation.
+        transform: A function that is applied to each batch, for example to augment the data.
 
     Raises:
         ConfigError: On all ranks, if the data do not support the kind, are empty, or differ between ranks (see
@@ -161,7 +161,7 @@ def _require_kind(config: SourceConfig, data: Any) -> None:
     kind, name = config.kind, type_name(data)
     if (kind == "streamed" or _is_stream(data)) and config.remainder != "carry":
         raise ConfigError(
-            f"'source.remainder' must be carry for a stream, got {config.remainder}: the length of a stream is unknown"
+            f"'source.remainder' must be 'carry' for a stream, got {config.remainder!r}. A stream's length is unknown"
         )
     if isinstance(data, TokenBlocks | ArrowShards):
         return
@@ -184,17 +184,17 @@ _LARGE = 1 << 26  # tokens; a digest of this many tokens takes a tenth of a seco
 def require_same_samples(samples: Data, world: World, what: str = "training samples") -> None:
     """Raise an error on all ranks if a rank's samples differ from rank 0's samples. Collective.
 
-    The ranks compare the number of samples, all values of tensors in memory (`TokenBlocks`, `TensorDataset`), and
-    some rows of Arrow files. The rows of other datasets are not compared, because reading a row may be slow and may
-    draw random numbers.
+    The ranks compare the number of samples, all values of a `TensorDataset` or of small `TokenBlocks`, and 64 samples
+    of large `TokenBlocks` or of Arrow files. Samples of other datasets are not compared, because reading a sample may
+    be slow and may draw random numbers.
 
     Args:
         samples: This rank's samples.
         world: The ranks to compare.
-        what: The description of the samples in the error message.
+        what: A description of the samples for the error message.
 
     Raises:
-        ConfigError: If the number or the content of the samples differs.
+        ConfigError: If the number or the content of the samples differs between ranks.
     """
     if world.size == 1:
         return
@@ -203,7 +203,7 @@ def require_same_samples(samples: Data, world: World, what: str = "training samp
         if length != of_ranks[0][0]:
             raise ConfigError(
                 f"every rank must have the same number of samples, got {length} on rank {rank} and {of_ranks[0][0]} on "
-                "rank 0. Pass the whole dataset on every rank: the source shards it."
+                "rank 0. Pass the whole dataset on every rank, because the source shards it."
             )
         if fingerprint != of_ranks[0][1]:
             raise ConfigError(

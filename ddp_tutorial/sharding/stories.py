@@ -1,6 +1,6 @@
 """Generate short stories.
 
-The dataset can have any size, requires no network, and is the same on every machine.
+The dataset can have any size, requires no network access, and is the same on every machine.
 """
 
 import random
@@ -13,7 +13,7 @@ from ddp_tutorial.files import directory_written_atomically
 
 
 def write_stories(count: int, folder: Path, files: int = 8, seed: int = 0) -> list[Path]:
-    """Write stories 0 to `count` - 1 as Parquet files with one column, `text`, in a new folder.
+    """Write `count` stories, numbered from 0, to Parquet files in a new folder. Each file has one column, `text`.
 
     Each file contains consecutive stories.
 
@@ -21,7 +21,7 @@ def write_stories(count: int, folder: Path, files: int = 8, seed: int = 0) -> li
         count: The number of stories.
         folder: The folder to create.
         files: The number of files.
-        seed: The seed of the stories.
+        seed: The random seed for the stories.
 
     Returns:
         The paths of the files.

@@ -1,4 +1,4 @@
-"""Define `StreamedSource`, in which every rank reads its own streams, for data that do not support indexing."""
+"""Define `StreamedSource`, in which every rank reads its own streams of data that do not support indexing."""
 
 import logging
 import random
@@ -39,22 +39,22 @@ class StreamedSource:
     call to `iter`.
 
     The data are split into `streams` logical streams. A `datasets.IterableDataset` with enough shards is split by
-    shards. Other data are split by rows: every stream reads all rows and keeps only its own rows. Therefore, the
-    iterable must yield all samples on every rank, in the same order each time, and must not split the data itself.
+    shard. Other data are split by row: every stream reads all rows and keeps only its own rows. Therefore, the iterable
+    must yield all samples on every rank, in the same order each time, and must not split the data itself.
 
-    Samples are taken from the streams round-robin. Rank r of W reads the streams s with s mod W = r. Thus, the order is
-    the same for every world size up to `streams`. Each sample has a position in this order, and the source's state
-    is the number of completed positions. An exhausted stream leaves its positions empty. A rank does not know when the
-    streams of other ranks are exhausted, so the ranks exchange their sample counts at every step. The epoch ends when
-    no rank has any samples.
+    Samples are taken from the streams round-robin. With W ranks, rank r reads the streams s with s mod W = r. Thus, the
+    sample order is the same for every world size up to `streams`. Each sample has a position in this order, and the
+    source's state contains the number of completed positions. An exhausted stream leaves its remaining positions empty.
+    A rank does not know when the streams of other ranks are exhausted, so the ranks exchange their sample counts at
+    every step. The epoch ends when no rank has any samples left.
 
     With a `seed`, samples are shuffled in a buffer, as in `IterableDataset.shuffle`. To resume, the source reads each
     stream from the beginning up to the saved position. A rank's streams are divided among its workers. The workers'
     `collate_fn` outputs are concatenated, so with more than one worker, `collate_fn` should pad to a fixed length.
 
-    The random numbers that `collate_fn` and `transform` draw depend only on the seed, the epoch, and the sample's
-    position. Therefore, a resumed run draws the same numbers. This does not apply to random numbers that the iterable
-    itself draws.
+    The random numbers that `collate_fn` and `transform` draw depend only on the seed, the epoch, and the position of
+    the batch's first sample. Therefore, resuming does not change these numbers. However, random numbers that the
+    iterable itself draws may change.
 
     If a worker crashes, the source restarts the workers, at most once per step. The new workers first read their
     streams up to the current positions.
@@ -81,13 +81,13 @@ class StreamedSource:
             dataset: The iterable dataset.
             batch_size: The number of samples in a step, over all ranks.
             world: The ranks of the run.
-            streams: The number of logical streams, which determines the order. The default is the number of shards or
-                the world size, whichever is larger.
+            streams: The number of logical streams, which determines the sample order. The default is the number of
+                shards or the world size, whichever is larger.
             seed: The seed of the sample order. None keeps the order in which the samples are stored.
             shuffle_buffer: The number of samples in the shuffle buffer.
             collate_fn: A function that combines a list of samples into one batch, as in torch's `DataLoader`.
-            transform: A function that transforms a batch, for example for augmentation.
-            workers: The number of worker processes on this rank. 0 reads in the main process.
+            transform: A function that is applied to each batch, for example to augment the data.
+            workers: The number of worker processes on this rank. If 0, the main process reads the samples.
             prefetch: The number of batches that each worker prefetches.
             worker_timeout: The timeout for a batch, in seconds.
 
@@ -118,7 +118,7 @@ class StreamedSource:
 
     @property
     def steps_per_epoch(self) -> None:
-        """The value is None, because the length of a stream is unknown."""
+        """The number of steps in one epoch, which is None because a stream's length is unknown."""
         return None
 
     @property
@@ -137,7 +137,7 @@ class StreamedSource:
         """Return this rank's samples for the next step, split into micro-batches. Collective.
 
         Raises:
-            ConfigError: On all ranks, at the first step, if the dataset is empty or a rank has no samples.
+            ConfigError: On all ranks, if the dataset is empty, or if a rank has no samples in the first step.
             SourceError: If reading fails. The message identifies the rank, the worker, and the sample positions.
         """
         if micro_batches != self.parts:
@@ -212,7 +212,7 @@ class StreamedSource:
     def state_dict(self) -> SourceState:
         """Return the epoch, the number of completed positions, and the number of streams.
 
-        The sample order depends on the number of streams.
+        The state contains the number of streams because the sample order depends on it.
         """
         return {"epoch": self.epoch, "places": self.places, "streams": self.streams}
 
@@ -238,7 +238,7 @@ class StreamedSource:
 
 
 class _Part(NamedTuple):
-    """One worker's samples of a micro-batch.
+    """One worker's samples in a micro-batch.
 
     Attributes:
         places: The samples' positions [n] (int64) in the sample order.
@@ -250,7 +250,7 @@ class _Part(NamedTuple):
 
 
 class _Follow(ByValue, IterableDataset[list[_Part]]):
-    """An endless dataset of one rank's steps. A worker process reads only its own subset of the streams."""
+    """An endless dataset that yields a rank's samples, step by step. Each worker reads only its own streams."""
 
     def __init__(self, source: StreamedSource) -> None:
         """Copy the settings and the position of `source`."""
@@ -260,7 +260,7 @@ class _Follow(ByValue, IterableDataset[list[_Part]]):
         self.collate_fn, self.transform = source.collate_fn, source.transform
 
     def __iter__(self) -> Iterator[list[_Part]]:
-        """Yield this worker's samples of each step, as a list of micro-batches."""
+        """Yield this worker's samples for each step, as a list of micro-batches."""
         info = get_worker_info()
         number, workers = (info.id, info.num_workers) if info else (0, 1)
         own = range(self.rank, self.streams, self.size)[number::workers]
@@ -303,9 +303,9 @@ class _Shards(Protocol):
     count: int
 
     def rows(self, stream: int, streams: int, epoch: int) -> Iterator[Any]:
-        """Iterate over the rows of stream `stream` of `streams`, in the order of this epoch.
+        """Iterate over the rows of the stream with index `stream`, in the order of `epoch`.
 
-        Each row belongs to exactly one stream.
+        Each row belongs to exactly one of the `streams` streams.
         """
         ...
 
@@ -316,12 +316,12 @@ def _as_shards(dataset: Any, seed: int | None, shuffle_buffer: int) -> _Shards:
         return _DatasetsShards(dataset if seed is None else dataset.shuffle(seed=seed, buffer_size=shuffle_buffer))
     if isinstance(dataset, Iterator):
         raise ConfigError(
-            f"a {type(dataset).__name__} can be iterated only once, but a source iterates over the dataset in every "
-            "epoch and when a run resumes. Pass an object whose __iter__ starts over, such as a torch "
+            f"a {type(dataset).__name__} can be iterated over only once, but a source iterates over the dataset in "
+            "every epoch and when a run resumes. Pass an object whose __iter__ starts over, such as a torch "
             "IterableDataset."
         )
     if not isinstance(dataset, Iterable) and not hasattr(dataset, "__getitem__"):
-        raise ConfigError(f"a {type(dataset).__name__} cannot be iterated: it has no __iter__")
+        raise ConfigError(f"a dataset must define __iter__ or __getitem__, got {type(dataset).__name__}")
     return _OneShard(dataset, seed, shuffle_buffer)
 
 
@@ -342,7 +342,7 @@ class _DatasetsShards:
 
 
 class _OneShard:
-    """An iterable without shards, which this class shuffles.
+    """An iterable without shards, whose rows this class shuffles.
 
     If the iterable defines a `set_epoch` method, this class calls the method in every epoch.
     """
@@ -364,7 +364,7 @@ class _OneShard:
 
 
 def _shuffled(rows: Iterator[Any], size: int, rng: random.Random) -> Iterator[Any]:
-    """Shuffle rows with a buffer of `size` rows: each new row replaces a random row, which is yielded."""
+    """Shuffle rows with a buffer of `size` rows. Each new row replaces a random buffered row, which is yielded."""
     buffer = list(islice(rows, size))
     for row in rows:
         place = rng.randrange(size)

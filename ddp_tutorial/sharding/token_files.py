@@ -29,15 +29,15 @@ _TYPES: dict[int, type[np.integer[Any]]] = {
 
 
 def map_tokens(path: Path) -> torch.Tensor:
-    """Return the tokens of a `.bin` file as a one-dimensional tensor that is mapped into memory.
+    """Return the tokens of a `.bin` file as a one-dimensional, memory-mapped tensor.
 
     Args:
         path: The token file. If an index with the suffix `.idx` exists next to the file, the index specifies the token
             dtype. Otherwise, the tokens are unsigned 16-bit integers.
 
     Raises:
-        ConfigError: If the file does not exist or is empty, if its size is not a multiple of the token size, or if the
-            index is damaged or its version is unknown.
+        ConfigError: If the file is missing or empty, if its size is not a multiple of the token size, or if the index
+            is damaged or unsupported.
     """
     if not path.is_file():
         raise ConfigError(f"token file {str(path)!r} does not exist; create it, for example with nanoGPT's prepare.py")
@@ -59,7 +59,7 @@ def _type_of(index: Path) -> type[np.integer[Any]]:
         head = file.read(len(_MAGIC) + _HEADER.size)
     if not head.startswith(_MAGIC) or len(head) < len(_MAGIC) + _HEADER.size:
         raise ConfigError(
-            f"{str(index)!r} is not a Megatron-LM index file. Remove the file if the tokens are 16-bit integers"
+            f"{str(index)!r} is not a Megatron-LM index file. To read 16-bit tokens without an index, remove the file"
         )
     version, code = _HEADER.unpack(head[len(_MAGIC) :])
     if version != 1 or code not in _TYPES:
@@ -71,5 +71,5 @@ def _type_of(index: Path) -> type[np.integer[Any]]:
 
 
 def largest_token(tokens: torch.Tensor, count: int = 1 << 20) -> int:
-    """Return the largest of the first and last `count` tokens. Reading the whole file could take minutes."""
+    """Return the largest of the first `count` and last `count` tokens. Reading the whole file could take minutes."""
     return max(int(part.long().max()) for part in (tokens[:count], tokens[-count:]))

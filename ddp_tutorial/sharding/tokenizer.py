@@ -46,7 +46,7 @@ def load_tokenizer(name: str) -> Tokenizer:
     if name == BYTES:
         return Tokenizer(encode, decode, (SEPARATOR,), 256)
     if not Path(name).is_file():
-        raise ConfigError(f"'tokenizer' must be {BYTES} or a tokenizer.json file, got {name!r}, which is not a file")
+        raise ConfigError(f"'tokenizer' must be {BYTES!r} or a tokenizer.json file, got {name!r}, which is not a file")
     require_package("tokenizers", "examples")
     import tokenizers
 
@@ -66,7 +66,7 @@ def load_tokenizer(name: str) -> Tokenizer:
 def tokenize(corpus: Corpus, name: str) -> Corpus:
     """Tokenize a text corpus with the tokenizer `name`.
 
-    The tokens are cached under runs/cache. If ranks share a folder, rank 0 must call this function first.
+    The tokens are cached under runs/cache. If the ranks share the cache folder, rank 0 must call this function first.
 
     Raises:
         ConfigError: If the tokenizer cannot be loaded; see `load_tokenizer`.

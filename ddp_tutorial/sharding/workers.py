@@ -72,8 +72,8 @@ def too_many_workers(workers: int, ranks: int, cores: int) -> str | None:
 def next_from(batches: Iterator[Item], worker_timeout: float) -> Item:
     """Return the next batch of a `DataLoader`.
 
-    A `DataLoader` detects dead workers only when its own timeout expires. Therefore, its timeout is set to
-    `POLL_SECONDS`, and this function waits repeatedly.
+    A `DataLoader` detects dead workers only when its own timeout expires. Therefore, the `DataLoader` timeout is
+    `POLL_SECONDS` or less, and this function waits repeatedly.
 
     Raises:
         SourceError: If no batch arrives within `worker_timeout` seconds.
@@ -96,14 +96,14 @@ def next_from(batches: Iterator[Item], worker_timeout: float) -> Item:
             is_own = "in DataLoader worker process" in str(error)
             if is_own or not (isinstance(batches, WorkerBatches) and batches.wait_for_worker_exit()):
                 raise
-            raise RuntimeError(f"the worker has exited, so its connection was lost ({type(error).__name__})") from error
+            raise RuntimeError(f"the worker exited, and its connection was lost ({type(error).__name__})") from error
 
 
 class WorkerRestart:
     """The policy that decides whether a source restarts its workers at a step.
 
-    The workers are restarted if a worker has exited, but only once per step, because a sample that crashes a worker
-    would also crash the new worker.
+    If a worker has exited, the workers are restarted, but at most once per step, because a sample that crashes a worker
+    would also crash its replacement.
     """
 
     def __init__(self) -> None:
@@ -111,10 +111,10 @@ class WorkerRestart:
         self._place: object = None  # the step of the last restart
 
     def is_due(self, batches: object, place: object, message: str) -> bool:
-        """Return whether to restart the workers at the step `place`, and log the restart.
+        """Return whether to restart the workers at the position `place`. If so, log the restart.
 
         Args:
-            batches: The workers' batches.
+            batches: The iterator over the workers' batches.
             place: The source's position, which a restart does not change.
             message: The error message to log.
         """
@@ -126,9 +126,9 @@ class WorkerRestart:
 
 
 def failed_worker(batches: object, turn: int, workers: int) -> tuple[str, int]:
-    """Return a description of the failed worker, and the number of batches before that worker's next batch.
+    """Return a description of the failed worker, and the number of other workers' batches that precede its next batch.
 
-    The failed worker is a worker that has exited or, if no worker has exited, the worker whose batch is due.
+    The failed worker is the first worker that has exited or, if no worker has exited, the worker whose batch is due.
     """
     if not isinstance(batches, WorkerBatches):
         return "", 0

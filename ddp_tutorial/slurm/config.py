@@ -72,7 +72,7 @@ class SlurmConfig(Config):
         listed = node_names(self.nodelist) if self.nodelist else []
         if listed and len(listed) != self.nodes:
             raise ValueError(
-                f"'slurm.nodes' must match the {len(listed)} nodes in 'slurm.nodelist' ({self.nodelist}), "
+                f"'slurm.nodes' must be {len(listed)}, the number of nodes in 'slurm.nodelist' ({self.nodelist}), "
                 f"got {self.nodes}"
             )
         return self
@@ -82,7 +82,7 @@ def parse_time(time: str) -> int:
     """Convert a time limit, such as "90min", "1d12h", "1:30:00" or "1-12:00:00", to seconds.
 
     Raises:
-        ConfigError: If the time is not valid, or is ambiguous, such as Slurm's "90" and "90:00".
+        ConfigError: If the time is invalid or, like Slurm's "90" and "90:00", ambiguous.
     """
     match = re.fullmatch(_UNITS, time) or re.fullmatch(_CLOCK, time)
     days, hours, minutes, seconds = (int(part or 0) for part in match.groups()) if match else (0, 0, 0, 0)

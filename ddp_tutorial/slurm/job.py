@@ -1,6 +1,6 @@
 """Write batch scripts for Slurm, and submit them.
 
-The script is plain text, which users can read, edit and submit by hand. It uses only documented features of Slurm.
+The script is plain text that users can read, edit and submit by hand. It uses only documented features of Slurm.
 Libraries such as submitit (1.5) also write scripts and requeue jobs, but their jobs load a pickled function. This
 package's jobs run a command that saves checkpoints and resumes from them.
 
@@ -9,9 +9,9 @@ A job can be interrupted in these ways:
 - The time limit is near: Slurm sends USR1 to every rank (`--signal`). The ranks save a checkpoint after the same step
   and exit with code 75, and the script requeues the job.
 - The job is preempted, and its partition has a grace time: Slurm sends TERM or, if configured to do so, USR1. The ranks
-  and the script respond as above.
+  and the script respond as they do near the time limit.
 - The job is preempted or requeued without notice: the ranks and the script receive TERM, and Slurm requeues the job.
-  The ranks save a checkpoint if they finish within KillWait, usually 30 seconds.
+  The ranks can save a checkpoint only if they finish within KillWait, usually 30 seconds.
 - The job is canceled: Slurm sends the same signals, but the job is not requeued, because the signals also terminate the
   script. For this reason, the script does not trap signals.
 - A node fails: Slurm requeues the job, which resumes from the latest checkpoint.
@@ -58,14 +58,14 @@ def batch_script(
     """Return the batch script of a job in which each rank runs `python COMMAND`.
 
     Args:
-        command: Shell code that may use "$run".
+        command: The arguments of `python`, as shell code that may use "$run".
         ranks: The total number of ranks on all nodes.
         slurm: The settings of the job.
         run: Shell code for the name of the run that `command` resumes.
         name: The job name.
         about: A comment for the top of the script.
         python: The Python interpreter.
-        timeout: Timeout in seconds for the other ranks to exit after the first rank has exited.
+        timeout: Maximum time in seconds between the exit of the first rank and the exit of the other ranks.
 
     Raises:
         ConfigError: If the ranks cannot be divided evenly among the nodes.
@@ -137,7 +137,7 @@ def _agents(srun: str, python: str, command: str, nodes: int, here: int) -> Iter
 
 
 def _clock(seconds: int) -> str:
-    """Return a time in Slurm's format, such as 0-01:30:00 for 5400 seconds."""
+    """Return a duration in Slurm's format, such as 0-01:30:00 for 5400 seconds."""
     minutes, hours = seconds // 60, seconds // 3600
     return f"{hours // 24}-{hours % 24:02}:{minutes % 60:02}:{seconds % 60:02}"
 
@@ -148,7 +148,7 @@ def submit(script: str) -> int:
     The ranks run in this process's working directory, which all nodes must share.
 
     Raises:
-        ConfigError: If Slurm is not installed or rejects the job, for example for an unknown partition.
+        ConfigError: If Slurm is not installed or rejects the job, for example because the partition is unknown.
     """
     if shutil.which("sbatch") is None:
         raise ConfigError("Slurm is not installed: sbatch was not found. To print the script instead, omit --submit")

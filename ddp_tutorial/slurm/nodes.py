@@ -1,4 +1,4 @@
-"""Expand Slurm's notation for nodes and for the tasks on each node."""
+"""Expand Slurm's notation for node lists and for the number of tasks per node."""
 
 import re
 from itertools import cycle, product
@@ -10,7 +10,7 @@ _HOSTS = rf"{_HOST}(?:,{_HOST})*"
 
 
 def node_names(nodelist: str) -> list[str]:
-    """Expand a node list, such as `"gpu[03-05,9],login"` to `["gpu03", "gpu04", "gpu05", "gpu9", "login"]`.
+    """Expand a node list, such as `"gpu[03-05,9],login"`, to `["gpu03", "gpu04", "gpu05", "gpu9", "login"]`.
 
     Raises:
         ConfigError: If `nodelist` is invalid, contains a descending range, or contains a node twice.
@@ -28,7 +28,7 @@ def node_names(nodelist: str) -> list[str]:
 
 
 def _numbers(ranges: str) -> list[str]:
-    """Expand ranges, such as `"03-05,9"` to `["03", "04", "05", "9"]`."""
+    """Expand ranges, such as `"03-05,9"`, to `["03", "04", "05", "9"]`."""
     numbers: list[str] = []
     for part in ranges.split(","):
         first, _, last = part.partition("-")
@@ -39,7 +39,7 @@ def _numbers(ranges: str) -> list[str]:
 
 
 def tasks_per_node(text: str) -> list[int]:
-    """Expand the numbers of tasks per node, such as `"2(x3),1"` to `[2, 2, 2, 1]`."""
+    """Expand the numbers of tasks per node, such as `"2(x3),1"`, to `[2, 2, 2, 1]`."""
     tasks: list[int] = []
     for part in text.split(","):
         match = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", part)

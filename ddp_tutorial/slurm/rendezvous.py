@@ -1,12 +1,12 @@
 """Connect the ranks of a Slurm step through a free port, which rank 0 publishes in a private file.
 
-Slurm provides the node names, but no port. A port computed from the job ID may be in use, and every user of the cluster
-can compute it. Instead, rank 0 listens on a port that the operating system chooses, and writes its host, its port and a
-nonce to `runs/.rendezvous/CLUSTER-JOB.RESTART.STEP`. The folder has mode 0700, and the file has mode 0600. The other
-ranks wait for that file, connect, and compare the nonce, so they never use an earlier job's store.
+Slurm provides the node names, but no port. A port computed from the job ID may already be in use, and every user of the
+cluster can compute it. Instead, rank 0 listens on a port that the operating system chooses, and writes its host, its
+port and a nonce to `runs/.rendezvous/CLUSTER-JOB.RESTART.STEP`. The folder has mode 0700, and the file has mode 0600.
+The other ranks wait for that file, connect, and compare the nonce, so they never use an earlier job's store.
 
 This module registers the URL scheme `slurm` with torch. `init_process_group` then accepts addresses such as
-`slurm://n0/box-7.0.0` as its `init_method`.
+`slurm://node01/mycluster-7.0.0` as its `init_method`.
 """
 
 import json
@@ -32,7 +32,7 @@ _CONNECT_TIMEOUT = timedelta(seconds=10)  # per attempt, because an earlier job'
 
 
 def slurm_address(host: str, cluster: str, job: int, restarts: int, step: int) -> str:
-    """Return the `init_method` of one step of a job. A requeued job uses a different address."""
+    """Return the `init_method` of a job step. A requeued job uses a different address."""
     return f"slurm://{host}/{cluster}-{job}.{restarts}.{step}"
 
 
@@ -81,7 +81,7 @@ def _connect(path: Path, timeout: timedelta) -> dist.Store:
 
 
 def _require_private(folder: Path) -> None:
-    """Raise `ConfigError` if another user owns the folder or may enter it."""
+    """Raise `ConfigError` if another user owns the folder or may access it."""
     found = folder.stat()
     if found.st_uid != os.getuid() or stat.S_IMODE(found.st_mode) & 0o077:
         raise ConfigError(

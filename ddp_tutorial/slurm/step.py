@@ -12,7 +12,7 @@ from ddp_tutorial.slurm.rendezvous import slurm_address
 def world_of_step(environ: Mapping[str, str]) -> dict[str, int | str] | None:
     """Return the fields of `World` for this task of a job step, or None outside a step.
 
-    In batch scripts and interactive shells, SLURM_PROCID is also 0, but SLURM_STEP_ID is set only in a step.
+    SLURM_PROCID is also 0 in batch scripts and interactive shells, but SLURM_STEP_ID is set only in a step.
 
     Raises:
         ConfigError: If the variables contradict each other.

@@ -10,27 +10,27 @@ from ddp_tutorial.world import World
 
 
 class Callback:
-    """Base class of callbacks. A subclass overrides the methods that it needs.
+    """Base class for callbacks. A subclass overrides the methods that it needs.
 
-    Every rank calls each method with the same arguments, so a method may use collectives. To act on one rank only, test
-    `trainer.world.is_main`. If a method raises an exception on one rank, all ranks raise an exception.
+    Every rank calls each method with the same arguments, so a method may use collectives. To act on one rank only,
+    check `trainer.world.is_main`. If a method raises an exception on one rank, all ranks raise an exception.
     """
 
     def on_step(self, trainer: Any, result: StepResult) -> None:
         """Handle the end of an optimizer step. `trainer.step_count` is the number of completed steps."""
 
     def on_evaluate(self, trainer: Any, step: int, means: dict[str, float]) -> None:
-        """Handle the end of an evaluation. `means` contains the validation loss as `loss`, and the metrics."""
+        """Handle the end of an evaluation. `means` contains the validation loss (as `loss`) and the metrics."""
 
     def on_save(self, trainer: Any, step: int) -> None:
-        """Handle a new checkpoint. With `checkpoint.background`, a thread may still be writing its files."""
+        """Handle a new checkpoint. With `checkpoint.background`, a thread may still be writing the checkpoint."""
 
     def on_end(self, trainer: Any, result: Any) -> None:
-        """Handle the end of the run. `result` is the `TrainResult`. `result.json` and the model have been written."""
+        """Handle the end of the run. `result` is the `TrainResult`. The model and `result.json` are already on disk."""
 
 
 class CallbackError(FailedError):
-    """Raised on a rank if a callback raised an exception only on a different rank."""
+    """Raised if a callback raised an exception on a different rank but not on this rank."""
 
 
 def check_callbacks(world: World, callbacks: Sequence[Callback]) -> list[Callback]:

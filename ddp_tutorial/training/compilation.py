@@ -1,4 +1,4 @@
-"""Reject a model that cannot be compiled, before any rank starts and before any file is written."""
+"""Check that a model can be compiled, before the run writes any files."""
 
 import os
 import shutil
@@ -21,13 +21,13 @@ _CALL_THE_MODEL = {"ddp", "zero1", "invariant", "accelerate", "local_sgd", "post
 
 
 def require_compilable(model: nn.Module, config: TrainConfig, world: World) -> None:
-    """Raise `ConfigError` on all ranks if `config` cannot compile `model`, or cannot train a compiled model.
+    """Raise `ConfigError` on all ranks if `model` cannot be compiled, or if the strategy cannot train a compiled model.
 
     Collective.
     """
     if is_compiled(model) and config.strategy not in _CALL_THE_MODEL:
         raise ConfigError(
-            f"strategy {config.strategy} cannot train a compiled model: pass the uncompiled model, or use "
+            f"strategy={config.strategy} cannot train a compiled model: pass the uncompiled model, or use "
             "strategy=ddp or strategy=zero1"
         )
     if config.compile:
@@ -38,7 +38,7 @@ def require_compilable(model: nn.Module, config: TrainConfig, world: World) -> N
 
 
 def require_backend(config: CompileConfig) -> None:
-    """Raise `ConfigError` if PyTorch does not provide the backend."""
+    """Raise `ConfigError` if `config.backend` is not an available PyTorch compiler backend."""
     known = torch.compiler.list_backends(exclude_tags=())
     if config.backend not in known:
         raise ConfigError(f"unknown 'compile.backend' {config.backend!r}.{did_you_mean(config.backend, known)}")
@@ -57,7 +57,7 @@ _NO_COMPILER = (
 
 
 def has_compiler(config: CompileConfig, device: torch.device) -> bool:
-    """Return whether this host provides the C++ compiler that the inductor backend requires on CPUs."""
+    """Return whether this host can compile for `device`. On CPUs, the inductor backend requires a C++ compiler."""
     default = {"darwin": "clang++", "win32": "cl"}.get(sys.platform, "g++")
     is_needed = config.backend == "inductor" and device.type == "cpu"
     return not is_needed or shutil.which(os.environ.get("CXX", default)) is not None

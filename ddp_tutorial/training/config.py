@@ -48,7 +48,7 @@ def is_import_path(value: Any) -> bool:
 
 
 def check_class(value: Any, names: tuple[str, ...] = ()) -> Any:
-    """Return `value` if it is one of `names`, or the import path and arguments of a class. The class is not imported.
+    """Return `value`, which must be one of `names` or a class's import path and arguments. The class is not imported.
 
     Raises:
         PydanticCustomError: If `value` is invalid.
@@ -71,7 +71,7 @@ def check_class(value: Any, names: tuple[str, ...] = ()) -> Any:
 
 
 def check_function(value: Any) -> Any:
-    """Return `value` if it is None, a function's import path, or a callable class's import path and arguments."""
+    """Return `value`, which must be None, a function's import path, or a class's import path and arguments."""
     return value if value is None or is_import_path(value) else check_class(value)
 
 
@@ -119,15 +119,15 @@ class ProfileConfig(Config):
 
     @property
     def recorded(self) -> dict[str, bool]:
-        """The options of `torch.profiler.profile`."""
+        """The options to pass to `torch.profiler.profile`."""
         return {name: getattr(self, name) for name in ("record_shapes", "profile_memory", "with_stack")}
 
 
 class TrainConfig(Config):
     """The settings of a training run, for any model.
 
-    On CPUs, runs with the same config, data, world size and machine are bitwise identical. On GPUs, they may differ,
-    because some kernels sum in a varying order. For deterministic kernels, call
+    On CPUs, runs with the same config, data and world size on the same machine are bitwise identical. On GPUs, they may
+    differ, because some kernels sum in a nondeterministic order. For deterministic kernels, call
     `torch.use_deterministic_algorithms(True)` and set the environment variable CUBLAS_WORKSPACE_CONFIG=:4096:8.
     """
 
@@ -297,7 +297,7 @@ class TrainConfig(Config):
     def _options_belong_to_the_strategy(self) -> "TrainConfig":
         if self.strategy == "invariant" and self.accumulation != 1:
             raise ValueError(
-                f"'accumulation' must be 1 for strategy invariant, got {self.accumulation}; set 'micro_batches' (the "
+                f"'accumulation' must be 1 for strategy=invariant, got {self.accumulation}; set 'micro_batches' (the "
                 "number of micro-batches over all ranks) instead"
             )
         default = StagesConfig()
@@ -305,21 +305,25 @@ class TrainConfig(Config):
             name for name in StagesConfig.model_fields if getattr(self.pipeline, name) != getattr(default, name)
         ]
         if of_pipeline and self.strategy != "pipeline":
-            raise ValueError(f"'pipeline.{of_pipeline[0]}' is an option of strategy pipeline, not of {self.strategy}")
+            raise ValueError(f"'pipeline.{of_pipeline[0]}' requires strategy=pipeline, got strategy={self.strategy}")
         changed = [name for name in DDPConfig.model_fields if getattr(self.ddp, name) != getattr(DDPConfig(), name)]
         if changed and self.strategy in {"zero2", "zero3", "fsdp", "pipeline"}:
-            raise ValueError(f"'ddp.{changed[0]}' is an option of strategies ddp and zero1, not of {self.strategy}")
+            raise ValueError(
+                f"'ddp.{changed[0]}' requires strategy=ddp or strategy=zero1, got strategy={self.strategy}"
+            )
         if self.strategy == "accelerate" and (unknown := [name for name in changed if name not in FORWARDED_OPTIONS]):
             raise ValueError(
-                f"'ddp.{unknown[0]}' is an option of strategies ddp and zero1; strategy accelerate supports "
-                f"only {', '.join(FORWARDED_OPTIONS)}"
+                f"'ddp.{unknown[0]}' requires strategy=ddp or strategy=zero1, got strategy=accelerate, which supports "
+                f"only these options of 'ddp': {', '.join(FORWARDED_OPTIONS)}"
             )
         refused = [name for name in changed if name != "simulated_link"]
         if refused and self.strategy in LOCAL:
-            raise ValueError(f"'ddp.{refused[0]}' is an option of strategies ddp and zero1, not of {self.strategy}")
+            raise ValueError(
+                f"'ddp.{refused[0]}' requires strategy=ddp or strategy=zero1, got strategy={self.strategy}"
+            )
         require_rounds(self.strategy, self.local, self.steps if self.num_epochs is None else None)
         if self.strategy != "ddp" and self.oom_skips:
-            raise ValueError(f"'oom_skips' is an option of strategy ddp, not of {self.strategy}")
+            raise ValueError(f"'oom_skips' requires strategy=ddp, got strategy={self.strategy}")
         return self
 
     @field_validator("compile", mode="before")
@@ -330,7 +334,7 @@ class TrainConfig(Config):
     @model_validator(mode="after")
     def _model_can_be_compiled(self) -> "TrainConfig":
         if self.compile and self.strategy not in {"ddp", "zero1"}:
-            raise ValueError(f"'compile' is an option of strategies ddp and zero1, not of {self.strategy}")
+            raise ValueError(f"'compile' requires strategy=ddp or strategy=zero1, got strategy={self.strategy}")
         if self.compile:
             self.ddp.require_compilable()
         return self
@@ -339,11 +343,11 @@ class TrainConfig(Config):
     def _mesh_belongs_to_the_strategy(self) -> "TrainConfig":
         along = {"pipeline": "pipeline"} | dict.fromkeys(("zero1", "zero2", "zero3", "fsdp"), "shard")
         known = {"replicate", along[self.strategy]} if self.strategy in along else set()
-        of = {"shard": "strategies zero1, zero2, zero3 and fsdp", "pipeline": "strategy pipeline"}
+        of = {"shard": "strategy=zero1, zero2, zero3 or fsdp", "pipeline": "strategy=pipeline"}
         for name in MeshConfig.model_fields:
             if getattr(self.mesh, name) is not None and name not in known:
-                whose = of.get(name, f"{of['shard']}, and pipeline")
-                raise ValueError(f"'mesh.{name}' is an option of {whose}, not of {self.strategy}")
+                whose = of.get(name, "strategy=zero1, zero2, zero3, fsdp or pipeline")
+                raise ValueError(f"'mesh.{name}' requires {whose}, got strategy={self.strategy}")
         if self.strategy == "pipeline" and self.mesh.pipeline:
             self.pipeline.check_on(self.mesh.pipeline)
         return self
@@ -351,7 +355,7 @@ class TrainConfig(Config):
     @model_validator(mode="after")
     def _can_be_resumed(self) -> "TrainConfig":
         if self.resume == "auto" and not self.name:
-            raise ValueError("'resume' = auto requires the 'name' of the run to resume, got none; set name=NAME")
+            raise ValueError("'resume' must not be auto for a run without a name; set name=NAME")
         return self
 
     @field_validator("eval_every", mode="before")
@@ -374,7 +378,7 @@ class TrainConfig(Config):
     def _stays_below_runs(cls, name: str) -> str:
         if not re.fullmatch(r"([\w][\w.-]*(/[\w][\w.-]*)*)?", name):
             raise ValueError(
-                f"'name' must be a relative path under runs/ of letters, digits, '-', '_', '.' and '/', got {name!r}"
+                f"'name' must be a path under runs/ with only letters, digits, '-', '_', '.' and '/', got {name!r}"
             )
         return name
 
@@ -406,13 +410,13 @@ class ModelConfig(_Imported, Config):
 
     @property
     def imported(self) -> ClassSetting | None:
-        """The class of the model and its arguments, or None for the GPT."""
+        """The model's class and arguments, or None for the GPT."""
         path = getattr(self, "class")
         return None if path is None else {"class": path, "args": self.args}
 
     @property
     def size(self) -> dict[str, Any]:
-        """The arguments of the GPT."""
+        """The constructor arguments of the GPT."""
         return self.model_dump(exclude={"class", "args"})
 
     @model_validator(mode="after")
@@ -427,7 +431,7 @@ class ModelConfig(_Imported, Config):
     @model_validator(mode="after")
     def _heads_divide_width(self) -> "ModelConfig":
         if self.width % self.heads:
-            raise ValueError(f"'model.width' must be a multiple of 'model.heads' = {self.heads}, got {self.width}")
+            raise ValueError(f"'model.width' must be a multiple of 'model.heads' ({self.heads}), got {self.width}")
         return self
 
 
@@ -490,16 +494,16 @@ class TaskConfig(TrainConfig):
         """`learning_rate`, scaled to `batch_size` by `learning_rate_rule`.
 
         The rules are heuristics for a batch that is k times as large. With the linear rule, one step should change the
-        weights as much as k steps did (Goyal et al., "Accurate, large minibatch SGD", 2017, who add a warm-up). The
-        square root rule is based on Adam, which divides by the gradient's noise. This noise falls with sqrt(k) (Malladi
-        et al., "On the SDEs and scaling rules for adaptive gradient algorithms", 2022).
+        weights as much as k steps with the smaller batch (Goyal et al., "Accurate, large minibatch SGD", 2017, with a
+        warm-up). The square-root rule is for Adam, which divides by the gradient's noise. The noise decreases by a
+        factor of sqrt(k) (Malladi et al., "On the SDEs and scaling rules for adaptive gradient algorithms", 2022).
         """
         times = self.batch_size / self.learning_rate_batch
         return self.learning_rate * {"fixed": 1.0, "linear": times, "sqrt": times**0.5}[self.learning_rate_rule]
 
     @property
     def names_classes(self) -> bool:
-        """Whether the task, the model, the loss or a component of the training is specified by an import path."""
+        """Whether the task, the model, the loss or a setting of `TrainConfig` is specified by an import path."""
         if is_import_path(self.task):
             return True
         return super().names_classes or self.model.imported is not None or self.loss is not None
@@ -516,7 +520,7 @@ class TaskConfig(TrainConfig):
 
     @property
     def label(self) -> str:
-        """The corpus kind, which is the suffix of the default run name, after the timestamp."""
+        """The corpus kind, which follows the timestamp in the default run name."""
         return self.corpus.partition(":")[0]
 
     @property
@@ -534,8 +538,8 @@ class TaskConfig(TrainConfig):
     def _backend_is_in_pytorchs_packages(cls, value: Any) -> Any:
         if value == "mpi":
             raise ValueError(
-                "'backend' = mpi requires PyTorch to be built from source with MPI, because the prebuilt packages do "
-                "not support MPI. Use backend=auto, which selects nccl or gloo"
+                "'backend' must be 'auto', 'gloo' or 'nccl', got 'mpi', which PyTorch's prebuilt packages do not "
+                "support. Use backend=auto, which selects nccl or gloo"
             )
         return value
 
@@ -552,7 +556,7 @@ class TaskConfig(TrainConfig):
             and "lr" in self.optimizer["args"]
         ):
             raise ValueError(
-                f"'optimizer.args.lr' overrides 'learning_rate', so 'learning_rate_rule' = {self.learning_rate_rule} "
+                f"'optimizer.args.lr' overrides 'learning_rate', so 'learning_rate_rule' ({self.learning_rate_rule}) "
                 "has no effect: remove 'optimizer.args.lr', or set learning_rate_rule=fixed"
             )
         return self

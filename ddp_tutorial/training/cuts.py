@@ -28,7 +28,7 @@ def is_unmeasured(config: TrainConfig, ranks: int) -> bool:
 def with_recorded_cuts(config: TrainConfig, world: World, ranks: int) -> TrainConfig:
     """Return `config` with the pipeline cuts that are recorded in the checkpoint from which the run resumes.
 
-    Collective. If the checkpoint contains no cuts for the number of stages on `ranks` ranks, `config` is unchanged.
+    Collective. If the recorded cuts do not match the number of stages on `ranks` ranks, `config` is returned unchanged.
     """
     if not is_unmeasured(config, ranks):
         return config
@@ -40,7 +40,7 @@ def with_recorded_cuts(config: TrainConfig, world: World, ranks: int) -> TrainCo
 
 
 def with_measured_cuts(config: TrainConfig, model: nn.Module, source: Source, loss: Loss, world: World) -> TrainConfig:
-    """Return `config` with recorded cuts if the run resumes, and with cuts that rank 0 measures otherwise. Collective.
+    """Return `config` with the recorded cuts if the run resumes. Otherwise, rank 0 measures the cuts. Collective.
 
     The measurement uses rank 0's first micro-batch. The position of `source` does not change.
     """
@@ -61,5 +61,5 @@ def with_measured_cuts(config: TrainConfig, model: nn.Module, source: Source, lo
 
 
 def with_cuts(config: TrainConfig, cuts: Sequence[str]) -> TrainConfig:
-    """Return `config` with these pipeline cuts."""
+    """Return a copy of `config` with the given pipeline cuts."""
     return config.model_copy(update={"pipeline": config.pipeline.model_copy(update={"cuts": tuple(cuts)})})

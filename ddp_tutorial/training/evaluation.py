@@ -34,10 +34,10 @@ def evaluate(
 ) -> dict[str, float]:
     """Return the mean loss and metrics over the first `count` validation samples, or all samples if there are fewer.
 
-    Collective. Each rank evaluates different samples, `batch_size` at a time, without padding. The result is the sum
-    over all samples divided by their count. With sharded weights, a forward pass is collective. Therefore, a rank with
-    fewer batches than rank 0 runs an additional forward pass and discards the result. The mode of each module and all
-    random number generators are restored, so evaluation does not affect training.
+    Collective. Each rank evaluates different samples, `batch_size` at a time, without padding. Each mean is the sum
+    over all samples divided by the total count. With sharded weights, a forward pass is collective. Therefore, a rank
+    with fewer batches than rank 0 runs an additional forward pass and discards the result. The modules' training modes
+    and the random number generators' states are restored, so evaluation does not affect training.
 
     Raises:
         ConfigError: If the loss and `metrics` define the same metric, or if a metric's value is not a number.
@@ -69,7 +69,7 @@ def evaluate(
     totals = {name: [sum(each[name][i] for each in of_ranks if name in each) for i in range(2)] for name in names}
     means = {name: total / counted if counted else math.nan for name, (total, counted) in totals.items()}
     if both := means.keys() & metrics:
-        raise ConfigError(f"the loss and 'metrics' both define the metric {sorted(both)[0]!r}: rename one of them")
+        raise ConfigError(f"the loss and 'metrics' both define the metric {sorted(both)[0]!r}: rename one metric")
     return means | {
         name: value_of(name, metric, [states[name] for _, states in gathered if states])
         for name, metric in updated.items()

@@ -31,7 +31,7 @@ class EvaluationTracker:
 
     @property
     def values(self) -> dict[int, float]:
-        """The value of `best.metric` by step. Raises `ConfigError` if that metric is not evaluated."""
+        """The value of `best.metric` at each evaluated step. Raises `ConfigError` if that metric is not evaluated."""
         name = self.config.best.metric
         for means in self.evaluations.values():
             if name not in means:
@@ -47,7 +47,7 @@ class EvaluationTracker:
         return best_step(self.values, self.config.best.mode)
 
     def add(self, step: int, means: Mapping[str, float], model: nn.Module) -> str:
-        """Add an evaluation, save `model` if the evaluation is the best, and return the reason to stop, or ""."""
+        """Add an evaluation, save `model` if the value is the best so far, and return the reason to stop, or ""."""
         self.evaluations[step] = dict(means)
         best = self.step  # computed on every rank, so that all ranks raise an error if the metric is wrong
         if self.config.best_model and self.world.is_main and best == step:

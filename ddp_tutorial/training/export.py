@@ -1,4 +1,4 @@
-"""Load, evaluate, sample from and export a run's model."""
+"""Load, evaluate, sample from, and export a run's model."""
 
 import io
 import json
@@ -29,18 +29,18 @@ def config_of(run: str | Path) -> TaskConfig:
     content = json.loads(path.read_text())
     if "corpus" not in content:
         raise ConfigError(
-            f"{run} was trained by a script, not from a config, so its model is unknown; pass the model to "
+            f"{run} was started from a script, not from a config, so its model is unknown; pass the model to "
             "ddp_tutorial.load"
         )
     return check(TaskConfig, content, origin=str(path))
 
 
 def _without_imports(config: TaskConfig, run: str | Path) -> TaskConfig:
-    """Return `config`. Raise `ConfigError` if it imports its model, because a file must not specify code to run."""
+    """Return `config`. Raise `ConfigError` if the model is imported, because loading must not execute a run's code."""
     imported = config.model.imported["class"] if config.model.imported else config.task
     if config.model.imported or is_import_path(config.task):
         raise ConfigError(
-            f"{run} was trained with the model of {imported}, but loading a run never imports code. Construct the "
+            f"the model of {run} is defined by {imported}, but loading a run never imports code. Construct the "
             "model and pass it to ddp_tutorial.load"
         )
     return config
@@ -55,7 +55,7 @@ def load(run: str | Path, model: nn.Module | None = None, *, best: bool = False)
         run: The directory of the run.
         model: A model of the same architecture, into which the weights are loaded. Required if a script trained the
             model, or if the run's config imports the model.
-        best: Whether to load the best weights, which `best_model` saved, instead of the final weights.
+        best: Whether to load the best weights (saved with `best_model=true`) instead of the final weights.
 
     Raises:
         ConfigError: If the run folder does not contain the model.
@@ -117,7 +117,7 @@ def sample(
     """Return `prompt` followed by `length` tokens that the run's model generates.
 
     Raises:
-        ConfigError: If the prompt is empty, if the run's model is not a GPT, or if its tokens cannot be decoded.
+        ConfigError: If the prompt is empty, if the run's model is not a GPT, or if the tokens cannot be decoded.
     """
     if not prompt:
         raise ConfigError("the prompt must contain at least one character, got an empty prompt")

@@ -2,9 +2,9 @@
 
 The GPT consists of token and position embeddings, blocks with causal attention and an MLP, and a tied output head.
 
-The architecture is that of GPT-2 (Radford et al., 2019), without biases in linear layers. The mixin from
-huggingface_hub defines `save_pretrained` and `from_pretrained`. These methods use safetensors and a config.json, and do
-not execute code from files.
+The architecture is that of GPT-2 (Radford et al., 2019), without biases in linear layers. A mixin from huggingface_hub
+defines `save_pretrained` and `from_pretrained`. These methods use safetensors and a config.json, and do not execute
+code from files.
 """
 
 import math
@@ -57,7 +57,7 @@ class Block(nn.Module):
 
 
 class _Embed(nn.Module):
-    """An embedding that maps tokens [batch, time] to [batch, time, width]. It shares its modules with a `GPT`."""
+    """An embedding that maps tokens [batch, time] to [batch, time, width]. Its modules are shared with a `GPT`."""
 
     def __init__(self, tokens: nn.Embedding, positions: nn.Embedding, dropout: nn.Dropout) -> None:
         super().__init__()
@@ -80,14 +80,14 @@ class _Recomputed(nn.Module):
 
 
 class GPT(nn.Module, PyTorchModelHubMixin):
-    """A GPT that maps tokens [batch, time] to logits [batch, time, vocab], where time is at most `context`.
+    """A GPT that maps tokens [batch, time] to logits [batch, time, vocab]. The time dimension is at most `context`.
 
     With `recompute`, only the block inputs are stored, and the backward pass recomputes the other activations. This
     saves memory but requires about a third more computation (Chen et al., "Training deep nets with sublinear memory
     cost", 2016). The result is bitwise identical to the result without `recompute`, even with dropout.
 
-    The weights depend on the state of torch's random number generator. Before you create the
-    model, call `torch.manual_seed` with the same seed on every rank, so that all ranks start with the same weights.
+    The initial weights depend on the state of torch's random number generator. Before you create the model, call
+    `torch.manual_seed` with the same seed on every rank, so that all ranks start with the same weights.
     """
 
     def __init__(
@@ -133,7 +133,7 @@ class GPT(nn.Module, PyTorchModelHubMixin):
         return self.head(self.norm(x))
 
     def chain(self) -> dict[str, nn.Module]:
-        """Return `forward` as a sequence of named modules that a pipeline can split.
+        """Return the forward pass as a sequence of named modules that a pipeline can split.
 
         The input of each module is the output of the previous module. The modules share this model's parameters.
         """
@@ -168,7 +168,7 @@ def next_token_loss(model: Any, samples: Any) -> tuple[torch.Tensor, int]:
 
     Args:
         model: A model or function that maps tokens to logits.
-        samples: A dictionary whose `tokens` are integers of shape [batch, time + 1].
+        samples: A dict that contains an integer tensor `tokens` of shape [batch, time + 1].
 
     Returns:
         The summed loss, and the number of targets.

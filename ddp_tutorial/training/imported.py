@@ -28,19 +28,19 @@ def import_object(name: str, path: str, is_known: Callable[[Any], bool]) -> Any:
         module = importlib.import_module(module_name)
     except (Exception, SystemExit) as error:
         raise ConfigError(
-            f"'{name}' {path!r}: the module {module_name!r} cannot be imported: {_in_one_line(error)}"
+            f"'{name}' is {path!r}, but the module {module_name!r} cannot be imported: {_in_one_line(error)}"
         ) from None
     if hasattr(module, attribute):
         return getattr(module, attribute)
     known = [key for key, value in vars(module).items() if is_known(value)]
     raise ConfigError(
-        f"'{name}' {path!r}: the module {module_name!r} does not contain {attribute!r}."
+        f"'{name}' is {path!r}, but the module {module_name!r} does not contain {attribute!r}."
         + (did_you_mean(attribute, known) if known else "")
     )
 
 
 def import_class(name: str, path: str, base: type[Base]) -> type[Base]:
-    """Import a class; see `import_object`. Raise `ConfigError` if it is not a subclass of `base`."""
+    """Import a class; see `import_object`. Raise `ConfigError` if the object is not a subclass of `base`."""
 
     def is_class(value: Any) -> bool:
         return isinstance(value, type) and issubclass(value, base)
@@ -78,9 +78,9 @@ def import_callable(name: str, setting: str | ClassSetting) -> Callable[..., Any
 
 
 def check_arguments(name: str, setting: ClassSetting, base: type) -> None:
-    """Import the class of a setting. Raise `ConfigError` if its constructor does not accept the arguments.
+    """Import a setting's class. Raise `ConfigError` if its constructor does not accept the setting's arguments.
 
-    The class is not constructed, because a model may be large.
+    The class is not instantiated, because a model may be large.
     """
     kind: type[Any] = import_class(name, setting["class"], base)
     try:

@@ -1,4 +1,4 @@
-"""Support validation metrics that are not a sum divided by a count, such as the area under the ROC curve."""
+"""Support validation metrics, such as the area under the ROC curve, that are not a sum divided by a count."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
@@ -23,7 +23,7 @@ class Metric(Protocol):
         ...
 
     def compute(self, states: Sequence[Any]) -> Any:
-        """Compute a number from the states of all ranks that have samples, in rank order."""
+        """Return a number computed from `states`, the states of all ranks that have samples, in rank order."""
         ...
 
 

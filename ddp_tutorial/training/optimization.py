@@ -56,7 +56,7 @@ def make_optimizer(model: nn.Module, config: TrainConfig) -> Optimizer:
 def parameter_groups(model: nn.Module, config: TrainConfig) -> list[dict[str, Any]]:
     """Return the trainable parameters in two groups.
 
-    The second group contains norms and biases. Weight decay does not apply to this group.
+    Weight decay applies only to the first group, the matrices. The second group contains norms and biases.
     """
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     matrices, vectors = [p for p in trained if p.dim() >= 2], [p for p in trained if p.dim() < 2]
@@ -79,10 +79,10 @@ def make_scheduler(optimizer: Optimizer, config: TrainConfig) -> LRScheduler:
 
 
 def config_for(optimizer: OptimizerLike | None, config: SomeConfig) -> SomeConfig:
-    """Return the config, without the default schedule and clipping if the caller passes an `optimizer`.
+    """Return the config. If the caller passes an `optimizer`, disable the default schedule and clipping.
 
-    In that case, the schedule (with its warm-up) and clipping apply only if the caller has set one of their settings. A
-    setting counts as set even if its value is the default.
+    In that case, clipping applies only if `clip` is set, and the schedule and warm-up apply only if one of their
+    settings is set. A setting counts as set even if its value is the default.
     """
     if optimizer is None:
         return config
@@ -124,7 +124,7 @@ def resolve_scheduler(scheduler: SchedulerLike, optimizer: Optimizer) -> LRSched
     if not isinstance(found, LRScheduler):
         raise ConfigError(
             "'scheduler' must be an LRScheduler or a function that takes the optimizer and returns an LRScheduler, "
-            f"{_got(found)}: chain several schedules with torch.optim.lr_scheduler.SequentialLR"
+            f"{_got(found)}. To use several schedulers, chain them with torch.optim.lr_scheduler.SequentialLR"
         )
     require_no_metric(found)
     return found
@@ -152,9 +152,9 @@ def check_update(config: TrainConfig) -> None:
 
 
 def learning_rate_factor(config: TrainConfig) -> Callable[[int], float]:
-    """Return a function that maps a step to its learning rate factor.
+    """Return a function that maps a step to its learning-rate factor.
 
-    The factor rises linearly during the warm-up, then falls to `final_lr_fraction` at the last step.
+    The factor rises linearly during the warm-up. A cosine or linear schedule then decreases it to `final_lr_fraction`.
     """
 
     def factor(step: int) -> float:
@@ -168,18 +168,18 @@ def learning_rate_factor(config: TrainConfig) -> Callable[[int], float]:
 
 
 def check_optimizer(optimizer: Optimizer, model: nn.Module) -> None:
-    """Raise `ConfigError` unless `optimizer` fits `model`.
+    """Raise `ConfigError` if `optimizer` does not fit `model`.
 
-    The optimizer must contain all trainable parameters of the model, and no tensors that are not parameters of the
-    model. Its `step` must not require a closure.
+    The optimizer must contain all trainable parameters of the model, and only parameters of the model. The optimizer's
+    `step` method must not require a closure.
     """
     require_no_closure(optimizer)
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
     if foreign := held - names.keys():
         raise ConfigError(
-            f"the optimizer contains {len(foreign)} tensors that are not parameters of the model. Create it from the "
-            "model to train: torch.optim.SGD(model.parameters(), ...)"
+            f"the optimizer contains {len(foreign)} tensors that are not parameters of the model. Create the "
+            "optimizer from this model's parameters: torch.optim.SGD(model.parameters(), ...)"
         )
     missing = [name for name, p in model.named_parameters() if p.requires_grad and id(p) not in held]
     if missing:
@@ -198,14 +198,14 @@ class OptimizerOptions:
 
     @classmethod
     def of(cls, optimizer: Optimizer, scheduler: LRScheduler) -> "OptimizerOptions":
-        """Return the options of an optimizer and a scheduler that have not taken a step."""
+        """Return the options of an optimizer and a scheduler that have not yet taken a step."""
         groups = [{name: each for name, each in group.items() if name != "params"} for group in optimizer.param_groups]
         return cls(deepcopy(groups), deepcopy(scheduler.state_dict()))
 
     def restore(self, optimizer: Optimizer, scheduler: LRScheduler) -> None:
         """Apply these options to an optimizer and a scheduler that were loaded from a checkpoint.
 
-        The optimizer keeps its moving averages. The scheduler is reset and stepped to its current step.
+        The optimizer keeps its moving averages. The scheduler is reset, and then advanced to its current step.
         """
         steps = scheduler.last_epoch
         for group, options in zip(optimizer.param_groups, self.groups, strict=True):

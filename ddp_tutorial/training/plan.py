@@ -30,7 +30,7 @@ OPTIMIZER_BYTES = {"adamw": 8, "sgd": 4}  # per parameter, for two float32 movin
 
 
 def plan(config: TaskConfig, layers: Iterable[Layer], environ: Mapping[str, str] = os.environ) -> dict[str, Any]:
-    """Return a run's plan: the settings with their origins, the memory, the communication and the directory.
+    """Return a run's plan, with its settings and their origins, memory use, communication volume, and directory.
 
     Args:
         config: The config of the run.
@@ -89,13 +89,13 @@ def plan(config: TaskConfig, layers: Iterable[Layer], environ: Mapping[str, str]
 
 
 def settings(config: TaskConfig, layers: Iterable[Layer], used: TaskConfig | None = None) -> dict[str, dict[str, Any]]:
-    """Return each setting by its dotted name, with its value and the last layer that set it.
+    """Return the value and the origin of each setting, by dotted name. The origin is the last layer that set the value.
 
     Args:
         config: The config.
         layers: The layers that were merged into `config`.
-        used: `config` with `steps` and `batch_size` computed from their alternatives. The alternatives are reported as
-            the origin.
+        used: `config` with `steps` and `batch_size` computed from alternative settings, such as `num_epochs`. The
+            alternative setting is then reported as the origin.
     """
     set_by: dict[str, str] = {}
     for origin, values in layers:
@@ -108,12 +108,12 @@ def settings(config: TaskConfig, layers: Iterable[Layer], used: TaskConfig | Non
 
 
 def memory(config: TaskConfig, samples: int, ranks: int = 1) -> dict[str, int]:
-    """Estimate the memory in bytes that one rank needs.
+    """Estimate the memory that one rank needs, in bytes.
 
     The estimate includes four bytes per parameter, four bytes per gradient element, and the optimizer state. With a
-    sharding strategy, this memory is divided by the number of ranks per replica, and temporarily gathered weights are
-    added. The size of the saved activations is measured on torch's meta device, which allocates no memory. Attention
-    may need less memory than estimated. Python and torch need about 300 MB more on a CPU.
+    sharding strategy, the sharded part is divided by the number of ranks per replica, and temporarily gathered weights
+    are added. The size of the saved activations is measured on torch's meta device, which allocates no memory.
+    Attention may need less memory than estimated. On a CPU, Python and torch need about 300 MB of additional memory.
 
     Args:
         config: The config of the run.
@@ -144,7 +144,7 @@ def memory(config: TaskConfig, samples: int, ranks: int = 1) -> dict[str, int]:
 
 
 def stages_of_ranks(config: TaskConfig, samples: int, ranks: int) -> list[dict[str, Any]]:
-    """Return each pipeline rank's parameters, memory by purpose, and bytes sent per step.
+    """Return each pipeline rank's parameter count, memory by purpose, and number of bytes sent per step.
 
     `samples` is the number of samples in a micro-batch. Memory is in bytes.
     """
@@ -160,7 +160,7 @@ def stages_of_ranks(config: TaskConfig, samples: int, ranks: int) -> list[dict[s
 
 
 def optimizer_bytes(config: TrainConfig) -> int:
-    """Return the optimizer state in bytes per parameter. For an imported class, measure a step on a small matrix."""
+    """Return the optimizer state's size in bytes per parameter. For an imported class, a small matrix is used."""
     if isinstance(config.optimizer, str):
         return OPTIMIZER_BYTES[config.optimizer]
     model = nn.Linear(64, 64, bias=False)
@@ -185,7 +185,7 @@ def step_bytes_sent(config: TaskConfig, parameters: int, ranks: int, micro_batch
 
 
 def total_memory(device: str, ranks: int) -> int:
-    """Return the memory in bytes available to `ranks` ranks, in main memory or on `ranks` GPUs of this machine."""
+    """Return the size in bytes of this machine's main memory or, for device `cuda`, of the memory of `ranks` GPUs."""
     if device == "cuda":
         return sum(
             torch.cuda.get_device_properties(number).total_memory

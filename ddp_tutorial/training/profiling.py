@@ -1,7 +1,7 @@
 """Run PyTorch's profiler for a few steps on every rank, and record the timeline of all ranks.
 
-After profiling, the run folder contains `profile/rank_0.json.gz`, `profile/rank_1.json.gz`, ... with all operators, in
-PyTorch's format, and `profile/timeline.json` with the phases of all ranks on one clock. Open these files in
+After profiling, the run folder contains one PyTorch profiler trace per rank, `profile/rank_N.json.gz`, which records
+all operators. `profile/timeline.json` contains the phases of all ranks on one clock. Open these files in
 chrome://tracing or https://ui.perfetto.dev. `python -m ddp_tutorial logs timeline RUN` draws the timeline.
 """
 
@@ -37,7 +37,7 @@ class StepProfiler:
             first: The first step to profile.
             last: The last step to profile.
             link: The link that sends the gradients, or None if PyTorch sends them.
-            options: The options of `torch.profiler.profile`.
+            options: The options to pass to `torch.profiler.profile`.
         """
         self.world, self.run, self.first, self.last, self.link = world, run, first, last, link
         self.options = options

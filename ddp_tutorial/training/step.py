@@ -77,7 +77,7 @@ def make_train_step(
 
 
 def _on_device(model: nn.Module, world: World) -> nn.Module:
-    """Move `model` to this rank's device. Raise `ConfigError` if all parameters are frozen or a device differs."""
+    """Move `model` to this rank's device. Raise `ConfigError` if the model is frozen or on a different device."""
     if not any(parameter.requires_grad for parameter in model.parameters()):
         raise ConfigError("the model must have a trainable parameter, but it has no parameters or all are frozen")
     tensors = dict([*model.named_parameters(), *model.named_buffers()])

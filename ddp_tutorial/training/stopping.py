@@ -23,8 +23,8 @@ class StopRequests:
     """The stop requests of all ranks. All ranks act on a request after the same step.
 
     In every step, each rank sends a stop flag. The flags are summed in the all-reduce of the loss (see
-    `accumulation.loss.StepLoss.reduce`), so no additional all-reduce is required. In local SGD, the ranks agree in
-    the last step of a round, so a run stops at the end of a round.
+    `accumulation.loss.StepLoss.reduce`), so no additional all-reduce is required. In local SGD, the ranks agree in the
+    last step of a round, so a run can stop only at the end of a round.
     """
 
     def __init__(self, world: World, run: RunFolder) -> None:
@@ -64,7 +64,7 @@ class StopRequests:
         return "signal" if stop_flags >= _SIGNAL else "save" if stop_flags >= _SAVE else "stop" if stop_flags else ""
 
     def close(self) -> None:
-        """Remove the stop request from the run folder, because the run has stopped."""
+        """Remove the stop request from the run folder after the run has stopped."""
         if self.world.is_main:
             self.request.unlink(missing_ok=True)
 
@@ -89,15 +89,15 @@ def stopping_rule(config: TrainConfig) -> StoppingRule:
 def without_progress(
     values: Mapping[int, float], minimum_delta: float = 0.0, grace_steps: int = 0, mode: Mode = "min"
 ) -> int:
-    """Return the number of consecutive evaluations since the last improvement over the best earlier value.
+    """Return the number of consecutive evaluations, up to the latest, that did not improve on the best earlier value.
 
     The result depends only on `values`, so a resumed run makes the same decisions as an uninterrupted run.
 
     Args:
         values: The value of the metric by step.
         minimum_delta: An improvement must be larger than this value. NaN is never an improvement.
-        grace_steps: Evaluations in the first `grace_steps` steps can be the best evaluation, but are not counted.
-        mode: Whether lower or higher values are better.
+        grace_steps: The number of initial steps whose evaluations can be the best evaluation but are not counted.
+        mode: "min" if lower values are better, or "max" if higher values are better.
     """
     sign = 1 if mode == "min" else -1
     best, count = math.inf, 0

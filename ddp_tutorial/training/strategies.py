@@ -91,7 +91,7 @@ def mesh_of(config: TrainConfig, world_size: int) -> Mesh:
 
 
 def pipeline_of(config: TrainConfig, world_size: int) -> PipelineConfig:
-    """Return the config of the pipeline. Raise `ConfigError` if it does not fit `world_size` ranks."""
+    """Return the pipeline's config. Raise `ConfigError` if the pipeline does not fit `world_size` ranks."""
     return config.pipeline.on(mesh_of(config, world_size).span)
 
 
@@ -99,7 +99,7 @@ def micro_batches_per_rank(config: TrainConfig, world_size: int) -> int:
     """Return the number of micro-batches per step on each rank, without building a model.
 
     Raises:
-        ConfigError: If the micro-batches cannot be distributed evenly.
+        ConfigError: If the micro-batches cannot be distributed evenly among the ranks.
     """
     if config.strategy == "pipeline":
         return config.accumulation * require_even_micro_batches(pipeline_of(config, world_size))

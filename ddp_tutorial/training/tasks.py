@@ -4,7 +4,7 @@
     results = launch(train, 2, config)      # two processes; launch(train, 1, config) does the same work in one process
 
 `batch_size` is the number of samples in a step over all ranks, so one process and N ranks do the same work. To train
-your own model on your own data from config files and the command line, define a `Task` in a module, and set `task` to
+your own model on your own data from config files and the command line, define a `Task` in a module. Then set `task` to
 its import path, such as `mymodule.DIGITS`.
 """
 
@@ -164,12 +164,12 @@ def check_start(config: TaskConfig, ranks: int) -> tuple[TaskConfig, float | Non
     If the corpus must first be downloaded or converted, the samples and the checkpoint to resume from are not checked.
 
     Returns:
-        The config with the `steps` and the `batch_size` that training would use, and the number of steps per epoch, or
-        None if this number is unknown.
+        The config with the `steps` and `batch_size` that training would use, and the number of steps per epoch (None if
+        unknown).
 
     Raises:
-        ConfigError: If training would raise a `ConfigError`, or if a setting is in epochs but the corpus is not
-            readable yet.
+        ConfigError: If training would raise a `ConfigError`, or if a setting is specified in epochs but the corpus is
+            not readable yet.
     """
     load_tokenizer(config.tokenizer)
     check_world(config, ranks)
@@ -191,13 +191,13 @@ def check_start(config: TaskConfig, ranks: int) -> tuple[TaskConfig, float | Non
 
 
 def require_no_epochs(config: TaskConfig) -> None:
-    """Raise `ConfigError` if a setting is in epochs, because an epoch's length is unknown before the corpus is read."""
+    """Raise `ConfigError` if a setting is specified in epochs, whose length is unknown before the corpus is read."""
     every = {"eval_every": config.eval_every, "checkpoint.every": config.checkpoint.every}
     counted = [name for name, interval in every.items() if isinstance(interval, str)]
     for name in ["num_epochs"] * (config.num_epochs is not None) + counted:
         raise ConfigError(
             f"{name!r} cannot be converted to steps, because corpus {config.corpus!r} has not been tokenized "
-            "yet; set a number of steps, or train first"
+            "yet; set a number of steps, or first start a run, which tokenizes the corpus"
         )
 
 
@@ -241,7 +241,7 @@ def make_trainer(config: TaskConfig, world: World) -> Trainer:
 
 
 def train(world: World, config: TaskConfig) -> TrainResult:
-    """Train the configured task on this rank, as in `launch(train, config.nprocs, config)`. Collective.
+    """Train the configured task on this rank. `launch(train, config.nprocs, config)` starts the ranks. Collective.
 
     Raises:
         ConfigError: If `make_trainer` or `Trainer` rejects the config.

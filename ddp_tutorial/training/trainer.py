@@ -1,4 +1,4 @@
-"""Train any model on any data with any loss, on any number of ranks. The loop is `Trainer.train`.
+"""Train any model on any data with any loss, on any number of ranks. `Trainer.train` runs the training loop.
 
 def loss(model, batch):                        # returns a sum and a count
     return F.mse_loss(model(batch[0]), batch[1], reduction="sum"), len(batch[0])
@@ -92,15 +92,15 @@ class Trainer:
         world: The ranks.
         config: The settings of the run.
         validation_data: A dataset to evaluate on.
-        test_data: A dataset to evaluate on once, with all samples, after the last step.
+        test_data: A dataset whose samples are all evaluated once, after the last step.
         optimizer: An optimizer, or a function that takes the model and returns an optimizer. By default, `config`
             specifies the optimizer. If `optimizer` is passed, the schedule and clipping of `config` apply only if
             `config` sets them explicitly.
         scheduler: A learning-rate scheduler, or a function that takes the optimizer and returns a scheduler. By
             default, `config` specifies the scheduler.
-        callbacks: Objects whose methods every rank calls after steps, evaluations and checkpoints, and at the end.
+        callbacks: Objects whose methods every rank calls after each step, evaluation and checkpoint, and after the run.
         metrics: Metrics for evaluations, by name. Each value is a class or a function that constructs a `Metric`.
-        unit: The unit of the loss's count, such as "tokens", for the log.
+        unit: The unit of the loss's count in the log, such as "tokens".
 
     Raises:
         ConfigError: If the arguments are inconsistent, or invalid for this world.
@@ -128,10 +128,11 @@ class Trainer:
         needs_evaluations = config.best_model or config.early_stopping.is_enabled or config.target_loss is not None
         if needs_evaluations and validation_data is None:
             raise ConfigError(
-                "'best_model', 'early_stopping' and 'target_loss' require evaluations; pass validation_data to Trainer"
+                "'best_model', 'early_stopping' and 'target_loss' require validation data; pass validation_data to "
+                "Trainer"
             )
         if metrics and validation_data is None:
-            raise ConfigError("'metrics' require evaluations; pass validation_data to Trainer")
+            raise ConfigError("'metrics' requires validation data; pass validation_data to Trainer")
         if config.run_test and test_data is None:
             raise ConfigError("'run_test' requires test samples; pass test_data to Trainer, or set run_test=null")
         self.shows_epochs = config.num_epochs is not None
@@ -217,7 +218,7 @@ class Trainer:
                     return self.finish()
 
     def is_done(self) -> bool:
-        """Return whether the run has reached its last step, has stopped improving, or was requested to stop."""
+        """Return whether the run has reached its last step, met a stopping criterion, or received a stop request."""
         return self.step_count >= self.config.steps or self.best.is_over or bool(self.requested)
 
     def is_due(self, every: float) -> bool:
@@ -254,7 +255,7 @@ class Trainer:
             call_on_all_ranks(self.world, self.callbacks, method)
 
     def epoch(self) -> dict[str, float]:
-        """Return the number of passes over the data as `epoch`, or an empty dict if the number is unknown."""
+        """Return a dict that contains the number of passes over the data as `epoch`, unless that number is unknown."""
         per_epoch = self.train_step.source.steps_per_epoch
         return {"epoch": round(self.step_count / per_epoch, 4)} if per_epoch else {}
 
@@ -294,7 +295,7 @@ class Trainer:
         if self.is_done():  # a finished run's command was rerun
             if self.world.is_main:
                 LOG.warning(
-                    "nothing was trained: resume=%s found a run that has finished at step %d, so changes to the code "
+                    "nothing was trained: resume=%s found a run that finished at step %d, so changes to the code "
                     "had no effect. To train again, use a different 'name' or resume=never; to train longer, set a "
                     "larger 'steps' and resume_allow=[steps]",
                     *(self.config.resume, self.step_count),
@@ -317,7 +318,7 @@ class Trainer:
         }
 
     def reseed(self, step: int) -> None:
-        """Seed this rank's generators from the run's seed, the rank and `step` if the number of ranks has changed."""
+        """Seed this rank's random number generators from the run's seed, the rank and `step`, for a new world size."""
         reseed(self.config.seed, self.world.rank, step, device=self.world.device)
 
     def progress(self) -> dict[str, Any]:
@@ -347,7 +348,7 @@ class Trainer:
         self.call_back(lambda callback: callback.on_save(self, self.step_count))
 
     def share_losses(self) -> None:
-        """Broadcast rank 0's losses, because in local SGD, each rank stores only its own losses. Collective."""
+        """Broadcast rank 0's losses in local SGD, because each rank stores only its own losses. Collective."""
         if self.config.strategy in LOCAL:
             self.log.losses, self.log.count = from_rank_zero(self.world, (self.log.losses, self.log.count))
 

@@ -18,9 +18,9 @@ WEIGHTS = "model.safetensors"
 def save_model(model: nn.Module, folder: Path) -> None:
     """Write `model` to `folder`. A previous model in `folder` is replaced after the new model has been written.
 
-    A model with a `save_pretrained` method, such as a Hugging Face model or the package's GPT, is written by that
-    method, which also stores the model's config. The weights and buffers of other models are written as safetensors.
-    Tied tensors are written once.
+    A model with a `save_pretrained` method, such as a Hugging Face model or this package's `GPT`, is written by that
+    method, which also stores the config. The weights and buffers of other models are written as safetensors. Tied
+    tensors are written once.
     """
     remove_temporary(folder.parent, folder.name)
     with directory_replaced_atomically(folder) as aside:
@@ -40,7 +40,7 @@ def write_model(model: nn.Module, folder: Path) -> None:
 def load_state(model: nn.Module, state: Mapping[str, torch.Tensor]) -> None:
     """Load the weights of a checkpoint into `model`, which must have the same architecture.
 
-    In `state`, weights that were sharded may be flat vectors. Tied weights are stored only under their first name.
+    Sharded weights may be stored in `state` as flat vectors. Tied weights are stored only under their first name.
     """
     model = uncompiled(model)
     first = {id(tensor): name for name, tensor in reversed(list(model.state_dict(keep_vars=True).items()))}
@@ -50,7 +50,7 @@ def load_state(model: nn.Module, state: Mapping[str, torch.Tensor]) -> None:
 
 
 def load_weights(model: nn.Module, folder: Path) -> None:
-    """Load the weights that `save_model` wrote to `folder` into `model`.
+    """Load weights into `model` from a `folder` that `save_model` wrote.
 
     Raises:
         ConfigError: If `folder` does not contain weights, or if the weights do not fit `model`.

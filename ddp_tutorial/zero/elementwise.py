@@ -1,8 +1,8 @@
 """Test whether an optimizer updates each element of a parameter independently of the other elements.
 
-Only such an optimizer can update a flat shard of a parameter. SGD and Adam qualify. Adafactor and Muon do not, because
-they use the shape of the parameter. LAMB does not, because it uses a norm. Optimizers do not have an attribute for this
-property, so a trial updates a parameter of 24 elements both as a whole and in two shards.
+Only such an optimizer can update a flat shard of a parameter. SGD and Adam qualify. Adafactor and Muon do not qualify,
+because they use the parameter's shape. LAMB does not qualify, because it uses a norm. No optimizer attribute describes
+this property, so a trial updates a parameter of 24 elements both as a whole and in two shards.
 """
 
 from collections import defaultdict
@@ -19,18 +19,18 @@ _SHAPE, _CUT, _STEPS = (4, 6), 13, 3
 
 
 def require_elementwise(optimizer: torch.optim.Optimizer, strategy: str) -> None:
-    """Raise `ConfigError` if the update of an element depends on other elements of its parameter."""
+    """Raise `ConfigError` if the update of an element depends on other elements of the same parameter."""
     if not is_elementwise(optimizer):
         kind = type(optimizer).__name__
         raise ConfigError(
-            f"strategy {strategy} updates a flat shard of each parameter on each rank, so the optimizer must update "
-            f"each element independently. {kind} does not: in a trial, it updated a matrix and its flat shards "
-            f"differently. Use {kind} with strategy=zero1, which does not split parameters, or with strategy=ddp"
+            f"strategy={strategy} updates a flat shard of each parameter on each rank, so the optimizer must update "
+            f"each element independently. In a trial, {kind} did not update a matrix and its flat shards in the "
+            f"same way. Use {kind} with strategy=zero1, which does not split parameters, or with strategy=ddp"
         )
 
 
 def is_elementwise(optimizer: torch.optim.Optimizer) -> bool:
-    """Return whether copies of `optimizer` update the flat shards of a matrix in the same way as the matrix."""
+    """Return whether copies of `optimizer` update the flat shards of a matrix in the same way as the full matrix."""
     generator = torch.Generator().manual_seed(0)
     tensors = torch.randn(1 + _STEPS, *_SHAPE, generator=generator)  # the weights, and a gradient for each step
     flat = tensors.flatten(1)

@@ -24,11 +24,11 @@ from ddp_tutorial.zero.units import units_of
 
 
 class FSDPStrategy(ShardedStrategy):
-    """A strategy that shards the rows of every parameter as a DTensor, with the same units as `ShardedModel`.
+    """A strategy that shards every parameter by row as a DTensor, with the same units as `ShardedModel`.
 
-    With precision bf16, parameters are gathered in float32 and autocast casts them, as with DDP. Every rank must use
-    the same units in the same order. The strategy checks this for each unit in the first forward pass, and then once
-    per step. A single rank does not shard anything.
+    With precision bf16, parameters are gathered in float32, and autocast casts them as it does with DDP. Every rank
+    must use the same units in the same order. The strategy checks the order for each unit in the first
+    forward pass, and then once per step. With a single rank, nothing is sharded.
     """
 
     def setup(self) -> None:
@@ -44,7 +44,7 @@ class FSDPStrategy(ShardedStrategy):
         self.used, self._is_first_pass = ExecutionPath(), True
         self.loss_multiplier = float(self.world.size)  # fully_shard averages gradients
         if scalars := [name for name, parameter in self.module.named_parameters() if not parameter.dim()]:
-            raise ConfigError(f"strategy fsdp shards rows, but {scalars[0]!r} is a scalar: use strategy=zero3")
+            raise ConfigError(f"strategy=fsdp shards by row, but {scalars[0]!r} is a scalar: use strategy=zero3")
         sync_initial_state(self.module, self.world)
 
     def setup_optimizer(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
@@ -90,7 +90,7 @@ class FSDPStrategy(ShardedStrategy):
             self._is_first_pass = False
 
     def reduce(self) -> None:
-        """Do nothing, because PyTorch's backward pass returns after all gradients are reduced."""
+        """Do nothing, because PyTorch's backward pass returns only after all gradients have been reduced."""
 
     def assign_gradients(self) -> None:
         """Do nothing, because PyTorch's backward pass has already assigned the gradients."""
@@ -120,16 +120,16 @@ class FSDPStrategy(ShardedStrategy):
         yield model
 
     def sharded_components(self, optimizer: torch.optim.Optimizer) -> tuple[Part, Any]:
-        """Return the sharded model and the optimizer state of this rank's rows."""
+        """Return the sharded model and the optimizer state for this rank's rows."""
         return (ModelState(self.module, lambda _, own: own), "sharded"), OptimizerState(
             optimizer, self.stepped_parameters()
         )
 
 
 def _full(tensor: DTensor) -> torch.Tensor:
-    """Return the full tensor in its own memory. Collective.
+    """Return the full tensor in unpadded memory. Collective.
 
-    If the rows do not divide evenly, PyTorch returns a view of padded memory, which safetensors cannot write.
+    If the rows cannot be split evenly, PyTorch returns a view of padded memory. Safetensors cannot write such a view.
     """
     full = tensor.full_tensor()
     return full if full.untyped_storage().nbytes() == full.nbytes else full.clone()

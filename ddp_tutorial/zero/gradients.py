@@ -1,4 +1,4 @@
-"""Implement ZeRO-2, in which each rank keeps its gradient shards and updates its parameter shards.
+"""Implement ZeRO-2, in which each rank keeps only its gradient shards and updates only its parameter shards.
 
     sharded = ShardedGradients(model, world)
     optimizer = torch.optim.AdamW(sharded.pieces.values())  # allocates 1/W of the optimizer state
@@ -8,8 +8,8 @@
     optimizer.step()
     sharded.gather()                    # gathers all parameters on all ranks
 
-An all-reduce is a reduce-scatter followed by an all-gather. ZeRO-2 runs the optimizer step between the two, so it sends
-no more bytes than data parallelism. A full gradient exists only until its bucket has been sent.
+An all-reduce is a reduce-scatter followed by an all-gather. ZeRO-2 runs the optimizer step between the two collectives,
+so it sends no more bytes than data parallelism. A full gradient exists only until its bucket is sent.
 """
 
 from collections.abc import Callable
@@ -40,17 +40,17 @@ class ShardedGradients:
     may differ from the unsharded result in the last bit, because PyTorch rounds the last elements of a tensor
     differently.
 
-    A parameter that this rank does not use contributes zeros. A parameter that no rank uses receives no gradient.
+    If a rank does not use a parameter, the rank contributes zeros. A parameter that no rank uses receives no gradient.
 
-    Gradients of several backward passes before `finish` are summed. If a backward pass raises an error, the next
+    The gradients of all backward passes before `finish` are summed. If a backward pass raises an error, the next
     forward pass discards the gradients of that backward pass. The error must be raised on all ranks.
 
     Args:
         module: The model.
         world: The participating ranks.
         bucket_cap_mb: The size of a bucket in MiB. The first bucket is at most 1 MiB.
-        mesh: The number of model replicas and the number of ranks per replica. The ranks of a row shard one replica.
-            The default is a single replica.
+        mesh: The number of model replicas and the number of ranks per replica. The ranks in a row of the mesh share one
+            replica. The default is a single replica.
 
     Raises:
         ConfigError: If the model is already sharded.

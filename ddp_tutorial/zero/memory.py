@@ -1,8 +1,8 @@
-"""Calculate the memory and the communication of each strategy, without training a model.
+"""Calculate the memory usage and the communication volume of each strategy, without training a model.
 
 With Adam in float32, a parameter takes 4 bytes, its gradient 4 bytes, and its two moments 8 bytes (Rajbhandari et al.,
-2020). Data parallelism stores all three on each of W ranks. Each ZeRO stage shards one more of the three, so that each
-rank stores 1/W of it.
+2020). Data parallelism stores all three on each of W ranks. Each ZeRO stage shards one more of these three components,
+so each rank stores 1/W of that component.
 """
 
 from collections.abc import Mapping
@@ -28,7 +28,7 @@ DIVIDED: dict[str, frozenset[str]] = {
 def model_state_bytes(
     strategy: str, parameters: int, ranks: int, optimizer: int = 8, weights: int = 4, gradients: int = 4
 ) -> dict[str, int]:
-    """Return the bytes of weights, gradients and optimizer state on one rank, before the optimizer step.
+    """Return the size, in bytes, of the weights, gradients, and optimizer state on one rank before the optimizer step.
 
     Activations, gathered weights and padding are not included.
 
@@ -36,9 +36,9 @@ def model_state_bytes(
         strategy: Name of the strategy, which must be a key of `DIVIDED`.
         parameters: The number of parameters of the model.
         ranks: The number of ranks that shard the model.
-        optimizer: Bytes of optimizer state per parameter.
-        weights: Bytes per weight.
-        gradients: Bytes per gradient element.
+        optimizer: The number of bytes of optimizer state per parameter.
+        weights: The number of bytes per weight.
+        gradients: The number of bytes per gradient element.
     """
     undivided: Mapping[str, int] = {"weights": weights, "gradients": gradients, "optimizer": optimizer}
     divided = DIVIDED[strategy]
@@ -46,7 +46,7 @@ def model_state_bytes(
 
 
 def bytes_gathered(strategy: str, model: "nn.Module") -> int:
-    """Return the peak bytes of gathered float32 weights.
+    """Return the peak memory of the gathered float32 weights, in bytes.
 
     The peak consists of the root unit and the two largest other units, because one unit computes while the next unit is
     prefetched. The result is 0 if the strategy does not shard the weights.
@@ -66,13 +66,13 @@ def bytes_gathered(strategy: str, model: "nn.Module") -> int:
 
 
 def bytes_sent(strategy: str, parameters: int, ranks: int, micro_batches: int = 1, copies: int = 1) -> int:
-    """Return the bytes that one rank sends in a step, for gradients and weights in float32.
+    """Return the number of bytes that one rank sends in a step, with gradients and weights in float32.
 
-    A reduce-scatter or an all-gather of n bytes sends n (W - 1) / W bytes, and an all-reduce sends twice as much. A
+    A reduce-scatter or an all-gather of n bytes sends n (W - 1) / W bytes, and an all-reduce sends twice as many. A
     strategy that shards the gradients reduces them in each micro-batch. A strategy that shards the weights also gathers
-    them twice in each micro-batch. With several replicas (HSDP), each reduction is followed by an all-reduce of the
-    rank's shard across the replicas. Gradients that are not sharded are all-reduced over all ranks at once. The
-    strategy "invariant" sends all partial sums in each of log2 W rounds. On gloo, "fsdp" sends more, because PyTorch
+    the weights twice in each micro-batch. With several replicas (HSDP), each reduction is followed by an all-reduce of
+    the rank's shard across the replicas. Unsharded gradients are reduced in a single all-reduce over all ranks. The
+    strategy "invariant" sends all partial sums in each of log2 W rounds. With gloo, "fsdp" sends more, because PyTorch
     implements reduce-scatter as all-reduce.
 
     Args:

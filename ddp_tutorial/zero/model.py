@@ -13,8 +13,8 @@ F a forward pass, B a backward pass, R a reduction, and - the release of the ful
 
     G1 F1 -  G2 F2 -  G3 F3 -  |  G3 B3 R3 -  G2 B2 R2 -  G1 B1 R1 -
 
-G2 overlaps F1: each unit is prefetched while the previous unit computes, in the order of the first forward pass. Each
-rank sends three times the size of the model instead of twice the size, but stores only 1/W of the model state.
+Each unit is prefetched while the previous unit computes, so G2 overlaps F1. Units follow the order of the first forward
+pass. Each rank sends three times the model size instead of twice, but stores only 1/W of the model state.
 
 Zhao et al., "PyTorch FSDP: Experiences on scaling fully sharded data parallel", VLDB 2023.
 """
@@ -49,12 +49,12 @@ from ddp_tutorial.zero.units import units_of
 class Unit:
     """A group of parameters that are gathered and freed together.
 
-    Between uses, each parameter contains this rank's shard, as a 1-D tensor. While the unit is gathered, each parameter
-    has its full shape and the dtype `dtype`.
+    Between uses, each parameter contains this rank's shard, as a 1-D tensor. After a gather, each parameter has its
+    full shape and the unit's `dtype`.
 
-    A full parameter always uses the same tensor. `free` releases its storage and `gather` allocates the storage again.
-    Autograd saves this tensor for the backward pass, so the backward pass can read the values from it after the next
-    gather. While a parameter is full, the gradient of its shard is stored separately.
+    Each full parameter keeps the same tensor object every time it is gathered. `free` releases the tensor's storage,
+    and `gather` allocates it again. Autograd saves this tensor, so the backward pass can read the regathered values.
+    While a parameter is full, the gradient of its shard is stored separately.
     """
 
     def __init__(
@@ -67,7 +67,7 @@ class Unit:
             shards: The ranks that share one replica of the model.
             dtype: The dtype of the gathered parameters. None keeps the dtype of the parameters.
             group: The process group for the all-gathers.
-            path: Digest of the order in which this rank gathers units.
+            path: The `ExecutionPath` that records the order in which this rank gathers units.
 
         Raises:
             ConfigError: If the parameters have different dtypes.
@@ -184,7 +184,7 @@ class Unit:
             parameter.data = whole
 
     def free(self) -> None:
-        """Replace the full parameters with this rank's shards and release their memory."""
+        """Free the full parameters, and replace them with this rank's shards."""
         if self._coming is not None:  # prefetched but not used
             _, work = self._coming
             if work is not None:
@@ -220,19 +220,19 @@ class ShardedModel:
     again. In this case, all ranks must use the same units. A unit with frozen parameters is freed at the end of the
     backward pass.
 
-    Gradients of several backward passes before `finish` are summed. If a backward pass raises an error, the next
+    The gradients of all backward passes before `finish` are summed. If a backward pass raises an error, the next
     forward pass discards the gradients of that backward pass. The error must be raised on all ranks.
 
     Args:
         module: The model. Its parameters must not have gradients.
         world: The participating ranks.
-        compute_dtype: The dtype of gathered parameters, and of the floating-point inputs of each unit. The shards and
-            the summed gradients keep the dtype of the parameters.
-        mesh: The number of model replicas and the number of ranks per replica. Each rank stores one shard of its row's
+        compute_dtype: The dtype of the gathered parameters and of each unit's floating-point inputs. The shards and the
+            summed gradients keep the dtype of the parameters.
+        mesh: The number of model replicas and the number of ranks per replica. The ranks in a row of the mesh share one
             replica. The default is a single replica.
 
     Raises:
-        ConfigError: If the model is already sharded, a parameter has a gradient, or the dtypes in a unit differ.
+        ConfigError: If the model is already sharded, if a parameter has a gradient, or if the dtypes in a unit differ.
     """
 
     def __init__(
@@ -276,12 +276,12 @@ class ShardedModel:
             unit.reductions = self.reductions
 
     def _follow(self, module: nn.Module, unit: Unit) -> None:
-        """Register the hooks that gather `unit` before `module` computes and free it afterwards."""
+        """Register forward hooks on `module` that gather `unit` before the forward pass and free it afterwards."""
         module.register_forward_pre_hook(partial(self._before_forward, unit), with_kwargs=True)
         module.register_forward_hook(partial(self._after_forward, unit))
 
     def _reductions(self) -> list[Reduction]:
-        """Return the reductions of the units in the order in which the backward pass completes them."""
+        """Return the units' reductions, in the order in which the backward pass completes them."""
         return [unit.reduction for unit in self.units[::-1] if unit.trained]
 
     def _reach(self, unit: Unit) -> None:
@@ -357,7 +357,7 @@ class ShardedModel:
                 self._ahead.pop()
 
     def _set_order(self, entered: list[Unit]) -> None:
-        """Sort the units into the order of rank 0's first forward pass. Collective.
+        """Sort the units by their order in rank 0's first forward pass. Collective.
 
         A unit that rank 0 did not use keeps its position after its predecessor.
         """
@@ -398,7 +398,7 @@ class ShardedModel:
 
     @contextmanager
     def full_parameters(self) -> Iterator[nn.Module]:
-        """Gather all parameters on every rank inside the context. Collective.
+        """Yield the model with full parameters on every rank. Collective.
 
         The parameters are read-only and have the master dtype.
         """
@@ -415,13 +415,13 @@ class ShardedModel:
 
 
 def _call(arrive: WeakMethod[Callable[[int, nn.Parameter], None]], index: int, p: nn.Parameter, *_: object) -> None:
-    """Call `arrive` unless its unit has been garbage-collected. The collector cannot see autograd's references."""
+    """Call `arrive` unless its unit has been garbage-collected. Python cannot track autograd's references."""
     if (method := arrive()) is not None:
         method(index, p)
 
 
 def tensors_of(output: Any) -> Iterator[torch.Tensor]:
-    """Yield the tensors in a module's output, including those in pytrees and dataclasses."""
+    """Yield the tensors in a module's output, which may contain pytrees and dataclasses."""
     for leaf in tree_leaves(output):
         if torch.is_tensor(leaf):
             yield leaf

@@ -4,9 +4,9 @@
     loss(model, batch).backward()         # works with any DDP: every rank has the full gradient
     optimizer.step()                      # updates this rank's parameters, then gathers all parameters
 
-Parameters are not split, so optimizers that use the whole parameter are supported. Examples are optimizers that use the
-norm of the update (LAMB) or a factorized average (Adafactor). AdamW stores 8 bytes for each float32 element, and each
-rank stores about 1/W of this state.
+Parameters are not split, so optimizers that use the whole parameter are supported. Examples are LAMB, which uses the
+norm of the update, and Adafactor, which uses a factorized average. AdamW stores 8 bytes for each float32 element, and
+each rank stores about 1/W of this state.
 """
 
 from collections import defaultdict
@@ -48,10 +48,10 @@ class ShardedOptimizer(torch.optim.Optimizer):
     unsharded optimizer.
 
     Args:
-        of_all: An optimizer of all parameters. It must not have taken a step and must not require a closure.
+        of_all: An optimizer for all parameters. It must not have taken a step and must not require a closure.
         world: The participating ranks.
-        mesh: The number of model replicas and the number of ranks per replica. Each row of ranks shards the parameters
-            in the same way. The default is a single replica.
+        mesh: The number of model replicas and the number of ranks per replica. Each row of the mesh shards the
+            parameters in the same way. The default is a single replica.
 
     Raises:
         ValueError: If `of_all` has taken a step.
@@ -100,7 +100,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
     def _exchange(self) -> None:
         """Gather all parameters on every rank, with one all-gather per dtype. Collective.
 
-        Row r contains the parameters of rank r, concatenated.
+        Row r of the gathered tensor contains the concatenated parameters of rank r.
         """
         by_dtype: defaultdict[torch.dtype, list[torch.Tensor]] = defaultdict(list)
         for parameter in self.owner:

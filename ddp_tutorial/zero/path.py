@@ -30,7 +30,7 @@ class ExecutionPath:
         self.digest = 0
 
     def add(self, number: int) -> None:
-        """Record that the unit with this number is used next."""
+        """Record that this rank uses unit `number` next."""
         self.digest = (31 * self.digest + number + 1) % _PRIME
 
 

@@ -4,7 +4,7 @@ A tensor is flattened and split into one shard per rank. The last shards may be 
 sent in one collective, packed into one row per rank:
 
     a of 5 elements, b of 2, on 2 ranks         row 0:  a0 a1 a2 b0
-                                                row 1:  a3 a4  . b1        . is padding, zero
+                                                row 1:  a3 a4  . b1        . is zero padding
 
 An all-gather of the rows sends all rows to every rank. A reduce-scatter sums the rows over all ranks, and sends row r
 to rank r.
@@ -20,15 +20,15 @@ from ddp_tutorial.config import ConfigError
 def piece_of(count: int, rank: int, size: int) -> slice:
     """Return the slice that `rank` stores if `count` elements are split over `size` ranks.
 
-    Each shard contains ceil(count / size) elements, in rank order, until no elements are left. `torch.chunk` and
-    DTensor split tensors in the same way.
+    In rank order, each shard receives ceil(count / size) elements until no elements are left. `torch.chunk` and DTensor
+    split tensors in the same way.
     """
     each = -(-count // size)
     return slice(min(rank * each, count), min((rank + 1) * each, count))
 
 
 def mark_as_piece(parameter: torch.Tensor) -> None:
-    """Mark a parameter as a shard, so that replica checks do not compare it between ranks."""
+    """Mark a parameter as a shard, so that replica checks do not compare the parameter across ranks."""
     parameter.is_piece = True  # type: ignore[attr-defined]
 
 
@@ -44,10 +44,10 @@ def require_no_gradient(name: str, parameter: torch.Tensor) -> None:
 
 
 class Layout:
-    """The layout of several tensors' shards in the rows."""
+    """A layout that packs the shards of several tensors into one row per rank."""
 
     def __init__(self, shapes: Sequence[torch.Size], size: int) -> None:
-        """Compute the positions.
+        """Compute the position of each shard in a row.
 
         Args:
             shapes: The shapes of the full tensors.
@@ -60,7 +60,7 @@ class Layout:
         self.length = sum(self.each)  # number of elements in a row
 
     def pack(self, rows: torch.Tensor, index: int, tensor: torch.Tensor) -> None:
-        """Copy a full tensor into its positions in `rows` [size, length], and cast its dtype. Keep the padding."""
+        """Copy full tensor `index` into `rows` [size, length], casting it if the dtypes differ. Keep the padding."""
         full, block, rest = self._block(rows, index)
         flat = tensor.reshape(-1)
         block.copy_(flat[: block.numel()].view(block.shape))
@@ -76,7 +76,7 @@ class Layout:
             flat[-rest:] = rows[full, self.first[index] : self.first[index] + rest]
 
     def pieces(self, row: torch.Tensor, rank: int) -> list[torch.Tensor]:
-        """Return views of `rank`'s row [length], one for each tensor's shard, without padding."""
+        """Return one view of `rank`'s row [length] for each tensor's shard, excluding the padding."""
         cuts = [piece_of(count, rank, self.size) for count in self.counts]
         return [row[first : first + cut.stop - cut.start] for first, cut in zip(self.first, cuts, strict=True)]
 

@@ -1,4 +1,4 @@
-"""Overlap gradient reduce-scatters with the backward pass, in the same order on every rank."""
+"""Overlap gradient reduce-scatters with the backward pass, and start them in the same order on every rank."""
 
 from collections.abc import Iterable, Mapping
 
@@ -18,7 +18,7 @@ class Reduction:
     """A joint reduction of the gradients of several parameters.
 
     Each gradient is packed into one row per rank. The rows are summed over the ranks that share one replica of the
-    model, and rank r keeps row r. If there are several replicas, the row is then summed over the replicas. The results
+    model, and rank r keeps row r. If there are several replicas, each row is then summed over the replicas. The results
     of several backward passes are summed.
     """
 
@@ -51,11 +51,11 @@ class Reduction:
 
     @property
     def has_late(self) -> bool:
-        """Whether a parameter received a second gradient before `wait`. By then, the rows may have been sent."""
+        """Whether a parameter received a second gradient before `wait`, possibly after the rows were sent."""
         return bool(self._late)
 
     def put(self, index: int, gradient: torch.Tensor) -> None:
-        """Pack the gradient of parameter `index`. A second gradient is kept until `put_late`."""
+        """Pack the gradient of parameter `index`. A second gradient is stored until the next call of `put_late`."""
         if index not in self._packed:
             self.layout.pack(self._zeros(), index, gradient)
             self._packed.add(index)
@@ -76,7 +76,7 @@ class Reduction:
         return self._rows
 
     def start(self) -> None:
-        """Start the reduction; a missing gradient counts as zero. Collective.
+        """Start the reduction. A missing gradient counts as zero. Collective.
 
         Every rank must start the same reductions in the same order.
         """
@@ -147,7 +147,7 @@ class Reduction:
 
 
 class Reductions:
-    """All reductions of a model, which start in the same order on every rank once their gradients are complete."""
+    """All reductions of a model. Each one starts when its gradients are complete and the previous one has started."""
 
     def __init__(self, reductions: Iterable[Reduction], world: World) -> None:
         """Store the reductions.
@@ -161,7 +161,7 @@ class Reductions:
         self._is_open = False  # whether a backward pass has produced gradients and has not finished
 
     def arrive(self, reduction: Reduction, index: int, parameter: torch.Tensor) -> None:
-        """Pack the gradient of `parameter`, clear its `.grad`, and start all reductions that are complete.
+        """Pack the gradient of `parameter`, clear `.grad`, and start the next reductions whose gradients are complete.
 
         Autograd calls this method as soon as the gradient is complete.
         """
@@ -202,7 +202,7 @@ class Reductions:
         """Discard the gradients that have arrived since the last `reduce`. Collective.
 
         Call this method after a backward pass that raised an error on all ranks. Ranks that use different parameters
-        have started different reductions, so this method starts the remaining reductions before it discards the
+        may have started different reductions, so this method starts the remaining reductions before it discards the
         gradients.
         """
         while self._started < len(self.ordered):
@@ -214,7 +214,7 @@ class Reductions:
     def take(self) -> dict[str, torch.Tensor]:
         """Return this rank's shards of the summed gradients, by parameter name. Collective.
 
-        The result omits empty shards and parameters that no rank has used. The ranks agree on the used parameters with
+        The result omits empty shards and parameters that no rank has used. To identify these parameters, the ranks run
         a single all-reduce of one number per parameter.
         """
         names = [name for reduction in self.ordered for name in reduction.names]
@@ -228,7 +228,7 @@ class Reductions:
         return {name: piece for name, piece, is_used in named if is_used and len(piece)}
 
     def _agree(self) -> tuple[list[bool], bool]:
-        """Return whether any rank has used each parameter, and whether any rank must still reduce a second gradient."""
+        """Return whether each parameter was used on any rank, and whether any rank has a second gradient to reduce."""
         flags = [index in each.used for each in self.ordered for index in range(len(each.names))]
         counts = torch.tensor([*flags, any(each.has_late for each in self.ordered)], dtype=torch.int32)
         *used, late = (all_reduce_sum(self.world, counts.to(self.world.device)) > 0).tolist()

@@ -1,8 +1,8 @@
 """Group the ranks that share one replica of the model, and the ranks that store the same shard of each replica.
 
 With a single replica, each of W ranks stores 1/W of the model. Hybrid sharding (HSDP) keeps R replicas, and shards each
-replica across S ranks. The all-gathers and most of the reduction then stay within groups of S ranks. Only 1/S of the
-gradients is all-reduced across replicas. HSDP needs more memory, but sends less over the slow links between machines.
+one across S ranks. The all-gathers and most of the reduction stay within groups of S ranks. Each rank all-reduces only
+1/S of the gradients across replicas. HSDP needs more memory, but sends less data over slow links between machines.
 
 Zhao et al., "PyTorch FSDP: Experiences on scaling fully sharded data parallel", VLDB 2023, section 3.2.2.
 """
@@ -43,7 +43,7 @@ class Shards:
         self.world = world
         self.mesh = mesh or Mesh(1, world.size)
         if self.mesh.replicate * self.mesh.span != world.size:
-            raise ValueError(f"the number of ranks in {self.mesh} must be equal to the world size ({world.size})")
+            raise ValueError(f"the number of ranks in {self.mesh} must equal the world size ({world.size})")
         _, self.rank = self.mesh.row_and_column(world.rank)
         self.size, self.copies = self.mesh.span, self.mesh.replicate
         self.inside: Any = None

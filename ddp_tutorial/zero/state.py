@@ -1,8 +1,8 @@
 """Define the checkpoint format of sharded state.
 
-The state consists of named tensors, and each rank writes its own share of the state. Components in this format are
-called "sharded". If a checkpoint is loaded on a different number of ranks, each rank reads only the elements that it
-needs.
+The state consists of named tensors, and each rank writes its own part of the state. Checkpoint components in this
+format are marked as "sharded". If a checkpoint is loaded on a different number of ranks, each rank reads only the
+elements that it needs.
 """
 
 from collections import defaultdict
@@ -51,7 +51,7 @@ class OptimizerState:
         return state
 
     def empty(self, stored: Mapping[str, StoredTensor]) -> State:
-        """Return the tensors into which the state of this rank's parameters is read from a checkpoint."""
+        """Return zero tensors for the state of this rank's parameters, to be filled from a checkpoint."""
         wanted = {}
         for where, what in stored.items():
             if (parameter := self.named.get(where.rpartition(".")[0])) is not None:
@@ -59,14 +59,14 @@ class OptimizerState:
         return wanted
 
     def load_state_dict(self, state: State) -> None:
-        """Replace the optimizer state with `state`, which has the format of `empty`."""
+        """Replace the optimizer state with `state`, which has the format of the dict that `empty` returns."""
         self.optimizer.state.clear()
         for where, value in state.items():
             name, _, key = where.rpartition(".")
             self.optimizer.state[self.named[name]][key] = self.taken(value)
 
     def stored(self, parameter: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-        """Return the tensor that is written to a checkpoint for `value`, the optimizer state of `parameter`."""
+        """Return the tensor to write to a checkpoint for `value`, which is a state tensor of `parameter`."""
         return value
 
     def place(self, parameter: torch.Tensor, what: StoredTensor) -> torch.Tensor:
@@ -84,7 +84,7 @@ class OptimizerState:
 class OptimizerStateOfPieces(OptimizerState):
     """The state of an optimizer that updates shards of parameters.
 
-    State tensors that contain one number per parameter element are split in the same way as the parameter.
+    State tensors that contain one value per parameter element are split in the same way as the parameter.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, pieces: "Pieces", named: Mapping[str, torch.Tensor]) -> None:
@@ -99,7 +99,7 @@ class OptimizerStateOfPieces(OptimizerState):
         self.pieces = pieces
 
     def stored(self, parameter: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-        """Return `value` as a DTensor if it contains one number for each element of the shard."""
+        """Return `value` as a DTensor if it contains one value per element of the shard, and otherwise unchanged."""
         names = {id(each): name for name, each in self.named.items()}
         is_piece = value.dim() and value.shape == parameter.shape
         return self.pieces.of_whole(names[id(parameter)], value) if is_piece else value
@@ -112,7 +112,7 @@ class OptimizerStateOfPieces(OptimizerState):
         return self.pieces.of_whole(names[id(parameter)], torch.zeros_like(parameter, dtype=what.dtype))
 
     def taken(self, value: torch.Tensor) -> torch.Tensor:
-        """Return the local part of a DTensor."""
+        """Return the local part of a DTensor, or any other tensor unchanged."""
         return value.to_local() if isinstance(value, DTensor) else value
 
 
@@ -127,7 +127,7 @@ class Pieces:
         """Record the number of elements of each parameter. Collective.
 
         Args:
-            model: The model before it is sharded, with full parameters.
+            model: The unsharded model.
             world: The participating ranks.
             mesh: The number of model replicas and the number of ranks per replica. The default is a single replica.
         """
@@ -157,7 +157,7 @@ def device_mesh(world: World, mesh: Mesh | None) -> DeviceMesh:
 
 
 class ModelState:
-    """The parameters of a model, converted by `of_whole`, and its replicated buffers.
+    """The parameters of a model, converted by the function `of_whole`, and the model's replicated buffers.
 
     Loading a checkpoint updates all of these tensors in place.
     """
@@ -167,7 +167,7 @@ class ModelState:
 
         Args:
             module: The sharded model.
-            of_whole: Function that returns the tensor to store in a checkpoint, given a parameter's name and this
+            of_whole: A function that returns the tensor to store in a checkpoint, given a parameter's name and this
                 rank's shard.
         """
         self.module, self.of_whole = module, of_whole
@@ -180,13 +180,13 @@ class ModelState:
         return parameters | {name: buffers[name] for name in names if name in buffers}
 
     def load_state_dict(self, state: State) -> None:
-        """Do nothing, because the tensors of `state_dict` have been read in place."""
+        """Do nothing, because the checkpoint has already been read into the tensors returned by `state_dict`."""
 
 
 class Groups:
     """The options of an optimizer's parameter groups, which are the same on all ranks.
 
-    Schedulers change these options, for example the learning rate.
+    Schedulers change some of these options, such as the learning rate.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
@@ -213,8 +213,8 @@ def with_parameters(
 
     Args:
         optimizer: An optimizer that has not taken a step.
-        of: Function that returns the replacement for a parameter.
-        part_of: Function that returns the replacement for a state tensor, given the parameter and the tensor.
+        of: A function that returns the replacement for a parameter.
+        part_of: A function that returns the replacement for a state tensor, given the parameter and the tensor.
     """
     full_state, optimizer.state = optimizer.state, defaultdict(dict)
     for group in optimizer.param_groups:

@@ -42,7 +42,7 @@ class Zero1Strategy(DDPStrategy):
 
         Args:
             *args: Positional arguments of `DDPStrategy`.
-            mesh: The ranks that share one replica of the optimizer state. The default is all ranks.
+            mesh: The number of state replicas and the number of ranks per replica. The default is one replica.
             **options: Keyword arguments of `DDPStrategy`.
         """
         super().__init__(*args, **options)
@@ -84,7 +84,7 @@ class ShardedStrategy(ABC):
         Args:
             model: The model, with full parameters.
             world: The participating ranks.
-            loss: Function that computes the loss of a micro-batch.
+            loss: A function that computes the loss of a micro-batch.
             accumulation: The number of micro-batches per rank per step.
             precision: The precision of the forward pass, and the loss scale.
             mesh: The number of model replicas and the number of ranks per replica. The default is a single replica.
@@ -99,7 +99,7 @@ class ShardedStrategy(ABC):
 
     @property
     def micro_batches_per_rank(self) -> int:
-        """Number of micro-batches that each rank processes in a step."""
+        """The number of micro-batches that each rank processes in a step."""
         return self.accumulation
 
     @property
@@ -135,7 +135,7 @@ class ShardedStrategy(ABC):
         """
 
     def backward(self, batches: Sequence[Any], stop_flags: float = 0.0) -> Totals:
-        """Run the forward and backward pass of each micro-batch and reduce its gradients. Collective.
+        """Run the forward and backward passes of each micro-batch, and reduce the gradients. Collective.
 
         The gradients of each micro-batch are reduced before the next micro-batch starts. This keeps the gradients
         sharded, but a step needs one reduction per micro-batch.
@@ -176,8 +176,8 @@ class ShardedStrategy(ABC):
         """Return the norm of the full gradient. Collective.
 
         Args:
-            gradients: The gradients of this rank's shards. The squares are summed over the ranks of one replica of the
-                model.
+            gradients: The gradients of this rank's shards. Their squares are summed over the ranks that share one
+                replica of the model.
         """
         return total_norm_over(gradients, self.shards.inside, self.shards.size, self.world.device)
 
@@ -213,7 +213,7 @@ class Zero2Strategy(ShardedStrategy):
         self.shards = self.sharded.shards
 
     def setup_optimizer(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
-        """Replace the optimizer's parameters with this rank's shards, and gather all parameters after each step."""
+        """Assign this rank's shards to the optimizer, and add a hook that gathers all parameters after each step."""
         require_shardable(optimizer)
         require_elementwise(optimizer, "zero2")
         pieces: Mapping[Any, torch.Tensor] = self.sharded.pieces
@@ -242,14 +242,14 @@ class Zero2Strategy(ShardedStrategy):
         return nullcontext(self.module)
 
     def sharded_components(self, optimizer: torch.optim.Optimizer) -> tuple[Part, Any]:
-        """Return the model, which every rank stores in full, and the optimizer state of this rank's shards."""
+        """Return the model, which every rank stores in full, and the optimizer state for this rank's shards."""
         return (self.module, "replicated"), OptimizerStateOfPieces(optimizer, self.pieces, self.stepped_parameters())
 
 
 class Zero3Strategy(ShardedStrategy):
     """A strategy that shards the parameters, the gradients and the optimizer state (ZeRO-3).
 
-    With precision bf16, parameters are gathered and used in bfloat16. This halves the bytes of each all-gather.
+    With precision bf16, parameters are gathered and used in bfloat16. This halves the size of each all-gather.
     """
 
     def setup(self) -> None:
@@ -285,10 +285,10 @@ class Zero3Strategy(ShardedStrategy):
         self.sharded.finish()
 
     def full_parameters(self) -> AbstractContextManager[nn.Module]:
-        """Gather all parameters on every rank inside the context. Collective."""
+        """Return a context manager that yields the model with full parameters on every rank. Collective."""
         return self.sharded.full_parameters()
 
     def sharded_components(self, optimizer: torch.optim.Optimizer) -> tuple[Part, Any]:
-        """Return the sharded model and the optimizer state of this rank's shards."""
+        """Return the sharded model and the optimizer state for this rank's shards."""
         model = ModelState(self.module, self.pieces.of_whole)
         return (model, "sharded"), OptimizerStateOfPieces(optimizer, self.pieces, self.stepped_parameters())

@@ -6,10 +6,10 @@ from torch import nn
 
 
 def units_of(model: nn.Module) -> dict[str, nn.Module]:
-    """Return a dict from name to unit. The last unit is the model itself, under the name "".
+    """Return the units of `model` by name. The last unit is the model itself, under the name "".
 
-    The units are the members of the outermost `ModuleList`s and `Sequential`s. They must have parameters, and must not
-    share parameters with the rest of the model. All other parameters belong to the unit of the model itself.
+    A member of an outermost `ModuleList` or `Sequential` is a unit if it has parameters and does not share them with
+    the rest of the model. All other parameters belong to the unit of the model itself.
     """
     uses = Counter(id(p) for _, p in model.named_parameters(remove_duplicate=False))
     units: dict[str, nn.Module] = {}

@@ -1,8 +1,8 @@
-"""The training script of the course: `base.py`, which 06_plain_torch writes, and one patch for each later stage.
+"""The course's training script, stored as `base.py` (written by 06_plain_torch) and one patch per later stage.
 
-A stage is named after the notebook that adds it. `07_sharding_data.diff` holds the lines that notebook 07 adds to the
-script of 06, and so on. A notebook calls `write_stage("07")`, which writes its script to `runs/07/train.py` and shows
-the diff. To change a stage, write its script with `write_stage`, edit the file, and store it with `store_stage`.
+A stage is named after the notebook that adds it. `07_sharding_data.diff` contains the changes from notebook 06's script
+to notebook 07's. A notebook calls `write_stage("07")`, which writes the script to `runs/07/train.py` and shows the
+diff. To change a stage, write its script with `write_stage`, edit the file, and store it with `store_stage`.
 """
 
 import difflib
@@ -25,14 +25,14 @@ def script(number: str) -> str:
     """Return the script of a stage.
 
     Args:
-        number: The number of its notebook, such as "07".
+        number: The number of the stage's notebook, such as "07".
 
     Raises:
         ValueError: If there is no such stage, or if a patch does not apply to the previous stage.
     """
     numbers = [name[:2] for name in stages()]
     if number not in numbers:
-        raise ValueError(f"unknown stage {number!r}: must be one of {', '.join(numbers)}")
+        raise ValueError(f"'number' must be one of {', '.join(numbers)}, got {number!r}")
     text = (FOLDER / "base.py").read_text(encoding="utf-8")
     for name in stages()[1 : numbers.index(number) + 1]:
         text = apply(text, (FOLDER / f"{name}.diff").read_text(encoding="utf-8"), name)
@@ -40,14 +40,14 @@ def script(number: str) -> str:
 
 
 def apply(text: str, patch: str, name: str) -> str:
-    """Apply a unified diff. Line numbers are ignored: the old lines of a hunk must occur exactly once in `text`."""
+    """Apply a unified diff, ignoring its line numbers. The old lines of a hunk must occur exactly once in `text`."""
     for hunk in re.split(r"^@@.*\n", patch, flags=re.MULTILINE)[1:]:
         lines = hunk.splitlines(keepends=True)
         old = "".join(line[1:] for line in lines if line[0] in " -")
         new = "".join(line[1:] for line in lines if line[0] in " +")
         found = [match.start() for match in re.finditer(f"^{re.escape(old)}", text, re.MULTILINE)]
         if len(found) != 1:
-            raise ValueError(f"{name}: expected these lines exactly once, found them {len(found)} times:\n{old}")
+            raise ValueError(f"{name}: these lines must occur exactly once, but occur {len(found)} times:\n{old}")
         text = text[: found[0]] + new + text[found[0] + len(old) :]
     return text
 
@@ -91,4 +91,6 @@ def store_stage(name: str, path: Path) -> None:
                 return
         except ValueError:
             continue
-    raise ValueError(f"{name}: each hunk must occur exactly once in the previous stage")
+    raise ValueError(
+        f"{name}: the original lines of each hunk must occur exactly once in the previous version of the script"
+    )
