@@ -254,8 +254,8 @@ def import_dynamo() -> None:
     """Import `torch._dynamo` now.
 
     DistributedDataParallel and a process's first optimizer import this module. The import takes seconds. If a process
-    group exists at that time, the module keeps the group alive. No public function imports only this module. Fallback:
-    do nothing.
+    group exists at that time, the module keeps the group alive. PyTorch has no public function that imports only this
+    module. Fallback: do nothing.
     """
     import torch._dynamo  # noqa: F401
 

@@ -33,7 +33,7 @@ def _find_runs() -> Path:
     """Return the folder that contains all runs.
 
     If the working directory is read-only, the function prints a message and uses a folder in the home directory. In a
-    notebook kernel, the function also changes the working directory, because some cells write directly to `runs/...`.
+    notebook kernel, it then also changes the working directory, because some cells write directly to `runs/...`.
     """
     named = os.environ.get("DDP_TUTORIAL_RUNS")
     elsewhere = Path.home() / "ddp_tutorial"
@@ -65,7 +65,7 @@ _observers: tuple[DiskObserver, ...] = ()
 
 @contextmanager
 def observe_disk(observer: DiskObserver) -> Iterator[None]:
-    """Call `observer(operation, path)` before each durable file operation that any thread performs inside the block.
+    """Call `observer(operation, path)` before each durable file operation in any thread, until the block ends.
 
     For a rename, `path` is the new name. The observer may raise `OSError` to simulate a failing disk, or terminate the
     process.
@@ -265,7 +265,7 @@ def remove(path: Path) -> None:
 def remove_temporary(folder: Path, name: str) -> None:
     """Remove temporary files for `folder/name` that remain after a process was killed. `name` may contain wildcards.
 
-    Lock the folder first, so that no other process writes to these files.
+    The caller must ensure that no other process writes to these files, for example by locking the folder.
     """
     for path in folder.glob(f".{name}.*.part"):
         remove(path)

@@ -264,10 +264,10 @@ def attempt_store(store: dist.Store, world: World) -> dist.Store:
 
     torchrun's agent keeps its store when it restarts the ranks. The new ranks would find the old ranks' addresses, and
     most restarts would fail or hang in torch 2.13. Setting TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 in the agent's
-    environment would also avoid this problem. No environment variable identifies the attempt, because
-    TORCHELASTIC_RESTART_COUNT differs between agents. Therefore, rank 0 chooses a random prefix. All other ranks send a
-    request that contains a random number, and accept only an answer with the same number. They therefore ignore answers
-    from earlier attempts.
+    environment would also avoid this problem. No environment variable identifies the attempt reliably. Even
+    TORCHELASTIC_RESTART_COUNT can differ between agents. Therefore, rank 0 chooses a random prefix. All other ranks
+    send a request that contains a random number, and accept only an answer with the same number. They therefore ignore
+    answers from earlier attempts.
 
     Raises:
         RuntimeError: If a rank does not join within `world.timeout`.
@@ -315,7 +315,7 @@ def require_group(world: World) -> None:
     Without the group, the ranks would train separate models.
 
     Raises:
-        RuntimeError: If there is no process group, or if its size differs.
+        RuntimeError: If there is no process group, or if its size is not `world.size`.
     """
     if world.size == 1:
         return

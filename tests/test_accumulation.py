@@ -366,8 +366,8 @@ def test_a_parameter_that_no_rank_used_has_no_gradient() -> None:
     [
         (3, 1, "must be a power of two"),
         (0, 1, "must be a power of two"),
-        (4, 3, r"at most 4 \('micro_batches'\), got 3"),
-        (2, 4, r"at most 2 \('micro_batches'\), got 4"),
+        (4, 3, r"at most 'micro_batches' \(4\), got 3"),
+        (2, 4, r"at most 'micro_batches' \(2\), got 4"),
     ],
 )
 def test_micro_batches_that_do_not_divide_evenly_are_rejected(

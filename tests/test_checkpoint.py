@@ -611,8 +611,8 @@ def test_per_rank_state_that_cannot_be_resharded_is_named(tmp_path: Path) -> Non
 def check_not_given(folder: Path, size: int) -> None:
     for found in launch(load_per_rank, size, folder, device="cpu", echo=False):
         assert found["told"] == (
-            "CheckpointError: component 'own' is per_rank, and its states from 2 ranks in "
-            f"{folder / checkpoint_name(1)} cannot be loaded on {size} ranks. To resume without it, set "
+            f"CheckpointError: component 'own' is per_rank: its state in {folder / checkpoint_name(1)} was saved by 2 "
+            f"ranks and cannot be loaded on {size} ranks. To resume without this component, set "
             "resume_without=[own], or pass exclude=['own'] to Checkpointer.load"
         )
         assert found["given"] == {}

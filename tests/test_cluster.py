@@ -128,7 +128,9 @@ def test_invalid_settings_are_rejected_before_anything_starts(wrong: dict[str, A
 
 def test_other_operating_systems_get_a_message_that_linux_is_required(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "platform", "darwin")
-    assert clusters.unsupported_reason() == "a cluster requires Linux and its kernel namespaces, got darwin"
+    assert clusters.unsupported_reason() == (
+        "a cluster requires Linux, because it uses kernel namespaces; got platform 'darwin'"
+    )
 
 
 def test_a_system_without_namespaces_reports_this_in_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -798,7 +798,7 @@ def test_a_second_gradient_before_finish_is_an_error(size: int, case: str) -> No
 def test_a_forward_pass_before_finish_is_an_error_unless_without_gradients(size: int) -> None:
     for each in heard_of(size):
         message = each["misuse"]["forward before finish"]
-        assert message.startswith("RuntimeError: a forward pass started before finish() completed")
+        assert message.startswith("RuntimeError: a forward pass started, but finish() was not called")
         assert each["misuse"]["forward without gradients"] == "no error"
 
 

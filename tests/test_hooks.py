@@ -503,7 +503,7 @@ def test_powersgd_supports_parameters_in_half_precision(heard: list[dict[str, An
 
 
 def test_a_rank_below_one_is_rejected() -> None:
-    with pytest.raises(ValueError, match="'rank' must be at least 1, got 0"):
+    with pytest.raises(ValueError, match=r"PowerSGD approximation \('rank'\) must be at least 1, got 0"):
         PowerSGD(DirectLink(World()), 1, rank=0)
 
 

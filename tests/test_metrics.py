@@ -98,7 +98,9 @@ def test_a_metric_with_a_state_is_exact_on_one_two_and_three_ranks() -> None:
             assert found["trained"] == ranks[0]["trained"]
             assert set(found["trained"][4]) == {"loss", "auc"}
             assert found["not a number"] == "ConfigError: compute() of metric 'auc' must return a number, got str"
-            assert found["twice"].startswith("ConfigError: the loss and 'metrics' both define the metric 'loss'")
+            assert found["twice"].startswith(
+                "ConfigError: the loss function and 'metrics' both define a metric named 'loss'"
+            )
             if size > 1:
                 assert "'metrics' must be the same on all ranks, got ['auc'] on rank 0 and []" in found["one rank"]
 

@@ -66,7 +66,7 @@ REFUSALS = [
     Pair(
         BUCKETS,
         "backward without no_sync before another",
-        "a forward pass started before",
+        "a forward pass started, but finish",
         one("wrap", "backward", *STEP[1:]),
     ),
     Pair(BUCKETS, "two losses", "received a second gradient before finish", one("wrap", "two losses", "step")),
@@ -91,7 +91,7 @@ REFUSALS = [
     Pair(
         BUCKETS,
         "failing backward",
-        "a forward pass started before finish",
+        "a forward pass started, but finish",
         one("wrap", "failing backward", "zero_grad to None", "backward", "step"),
     ),
     Pair(

@@ -391,7 +391,7 @@ def test_a_loss_must_call_its_model_once() -> None:
         return batch.sum(), 1
 
     stages = dict(enumerate(split_into_stages(_plain(), ["4"])))
-    for loss, said in [(twice, "exactly once, got 2 calls"), (never, "exactly once, but did not call it")]:
+    for loss, said in [(twice, "exactly once, got 2 calls"), (never, "exactly once, but it did not call the model")]:
         runner = StageRunner(interleaved(1, 1, 2), stages, loss)
         with pytest.raises(LossError, match=said):
             runner.run([torch.ones(2, 6)])
@@ -404,7 +404,7 @@ def nothing_counts(world: World) -> str:
         return model(batch).sum(), 0
 
     pipeline = Pipeline(_plain(), world, loss, PipelineConfig(micro_batches=2))
-    with pytest.raises(ValueError, match="its mean is undefined"):
+    with pytest.raises(ValueError, match="the mean loss is undefined"):
         pipeline.backward([torch.ones(2, 6)] * 2)
     for count in (0, 3):
         with pytest.raises(ValueError, match=rf"a multiple of 2 \('pipeline\.micro_batches'\), got {count}"):

@@ -233,7 +233,7 @@ def test_an_impossible_resume_is_rejected_at_the_start() -> None:
 
 def test_a_path_without_a_checkpoint_is_rejected() -> None:
     with pytest.raises(
-        ConfigError, match="'resume' must be a checkpoint or a run with a valid checkpoint, got runs/nothing"
+        ConfigError, match="the path of a checkpoint or a run with a valid checkpoint, got runs/nothing"
     ):
         train(World(), config_of(resume="runs/nothing"))
 

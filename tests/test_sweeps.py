@@ -323,7 +323,7 @@ def test_notebooks_that_cannot_be_swept_are_rejected(workdir: Path) -> None:
             plan_sweep(path, [])
     with pytest.raises(
         ConfigError,
-        match=r"the name of a sweep must be a folder name .* got '../x'. The sweep is stored in runs/sweeps/NAME",
+        match=r"a sweep's name must be a valid folder name .* got '../x'. The sweep is stored in runs/sweeps/NAME",
     ):
         plan_sweep(write_notebook(Path("good.ipynb"), PARAMETERS), [], name="../x")
 

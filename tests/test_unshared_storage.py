@@ -139,7 +139,8 @@ def test_a_checkpoint_that_only_rank_0_sees_is_rejected_on_all_ranks(resume: str
 
 def test_a_missing_checkpoint_is_reported_on_all_ranks(told: Any) -> None:
     assert {each["gone"] for each in told} == {
-        "ConfigError: 'resume' must be a checkpoint or a run with a valid checkpoint, got gone"
+        "ConfigError: 'resume' must be 'auto', 'never', or the path of a checkpoint or a run with a valid checkpoint, "
+        "got gone"
     }
 
 
@@ -271,7 +272,7 @@ def test_rank_0_saves_for_nodes_without_a_shared_folder_and_runs_resume(
             "ConfigError: all ranks must share the checkpoint folder runs/ddp, but rank 1 cannot access "
             "rank 0's folder. "
         )
-        assert each["places"].startswith("ConfigError: runs/ddp contains logs of other ranks, but not of rank 0. ")
+        assert each["places"].startswith("ConfigError: runs/ddp contains logs from other ranks, but not from rank 0. ")
         assert (each["changed"], each["changed there"]) == (set(), set()), "a refused command changes nothing"
     assert not list(workdir.glob("node1/runs/*/checkpoints"))
     files = {path.name for path in (workdir / "node0/runs/ddp/checkpoints" / checkpoint_name(4)).iterdir()}

@@ -92,8 +92,8 @@ def require_call(is_called: bool) -> None:
     if not is_called:
         raise LossError(
             "the loss function did not call the model that it received as its first argument. A call to the inner "
-            "module bypasses the wrapper that synchronizes gradients. Write the function as 'def loss(model, batch): "
-            "...', and call this argument, not model.module or a model from an outer scope"
+            "module bypasses the wrapper that synchronizes gradients. Define the function as 'def loss(model, batch): "
+            "...', and call model, not model.module or a model from an outer scope"
         )
 
 

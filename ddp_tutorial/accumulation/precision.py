@@ -1,4 +1,4 @@
-"""Implement mixed precision, loss scaling, gradient clipping and the optimizer step, identically on every rank.
+"""Mixed precision, loss scaling, gradient clipping, and the optimizer step, performed identically on every rank.
 
 With autocast (Micikevicius et al., "Mixed precision training", 2018), matrix products are computed in 16 bits. Weights,
 gradients and the optimizer state stay in float32. bfloat16 does not require loss scaling. The largest float16 value is
@@ -125,7 +125,7 @@ class Precision:
     ) -> Update:
         """Divide the gradient by the scale, clip it by its norm, run the optimizer step and clear the gradient.
 
-        Collective with float16: if the gradient is not finite on any rank, all ranks skip the step. Clipping before the
+        Collective with float16: if any rank's gradient is non-finite, all ranks skip the step. Clipping before the
         division would make the gradient too small by a factor equal to the scale.
 
         Args:

@@ -143,8 +143,8 @@ class TrainStep:
         """Run the forward and backward passes of one step, and discard the gradient. Collective.
 
         After the first backward pass of a process, DDP rebuilds its buckets in the order in which gradients became
-        ready. With three or more ranks, different buckets change the order of the sums. Therefore, a process that
-        resumes a run calls this method first.
+        ready. With at least three ranks, a different bucket layout changes the order of summation. Therefore, a process
+        that resumes a run calls this method first.
         """
         cursor = self.source.state_dict()
         self.strategy.backward(self.batches())

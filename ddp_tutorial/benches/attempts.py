@@ -312,7 +312,7 @@ class FailureInjector:
     """An observer that counts a rank's visits to each point, and injects the planned failure."""
 
     def __init__(self, rank: int, notes: Path, failure: PlannedFailure | None) -> None:
-        """Store the rank, the folder to which the injector writes its notes, and the failure to inject."""
+        """Store the rank, the folder to which the injector writes its records, and the failure to inject."""
         self.rank, self.notes, self.failure = rank, notes, failure
         self.seen: Counter[str] = Counter()
         self.left = failure.nth if failure is not None else 0
@@ -360,7 +360,7 @@ class FailureInjector:
         os._exit(code)
 
     def note(self, name: str, text: str) -> None:
-        """Write a note atomically, so that a killed rank leaves either the complete note or no note."""
+        """Write a record atomically, so that a killed rank leaves either the complete record or no record."""
         aside = self.notes / f"{self.rank}.{name}"
         aside.write_text(text)
         aside.rename(self.notes / name)

@@ -241,7 +241,7 @@ class _Chaos:
         """Run one training run to completion, with up to `MAX_ATTEMPTS` attempts.
 
         The benchmark stops injecting failures after `limit` attempts in which a rank was killed or the disk was full.
-        In addition, `two_nodes` attempts run on two simulated nodes. They are distributed evenly among the others.
+        In addition, there are `two_nodes` attempts on two simulated nodes, distributed evenly among the others.
         """
         runs, counted = self.tally.runs, next(iter(self.faults))
         name, oldest_allowed = f"run{runs}", 0

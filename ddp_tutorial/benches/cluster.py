@@ -125,9 +125,9 @@ def delays_in(nbytes: int, ranks: int) -> int:
 
     Gloo splits the tensor into pieces of at most 1 MiB, with the same number of pieces (at least two) per rank; see
     `ring` in gloo/allreduce.cc. A piece is sent only after the receiver has signaled that it is ready, so each piece
-    incurs the link delay twice. Two pieces are in flight at a time, so the average is one delay per piece sent. In
-    each of two rounds, a rank sends all pieces except its own. On two ranks, a tensor of up to 4 MiB incurs 4 delays,
-    and a 16 MiB tensor incurs 16 delays, regardless of the TCP window.
+    incurs the link delay twice. Two pieces are in flight at a time, so each piece sent costs one delay on average.
+    In each of two rounds, a rank sends all pieces except its own. On two ranks, a tensor of up to 4 MiB incurs 4
+    delays, and a 16 MiB tensor incurs 16 delays, regardless of the TCP window.
 
     Args:
         nbytes: The size of the tensor in bytes. The tensor must contain at least two elements per rank.

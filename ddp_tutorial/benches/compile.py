@@ -39,9 +39,9 @@ _TURN, _TURNS = 10, 5  # steps of an arm in one turn, and turns per repeat
 def measure(repeats: int) -> dict[str, Any]:
     """Measure the duration of the first step and of later steps on two single-threaded ranks.
 
-    Each repeat starts new ranks. Each first step is also measured on new ranks, because compiled arms in the same
-    process share the compiled code. The cold first step takes the longest and is measured only once. All other times
-    are measured in every repeat.
+    Each repeat starts new ranks. Every measurement of a first step also starts new ranks, because compiled arms in the
+    same process share the compiled code. The cold first step takes the longest and is measured only once. All other
+    times are measured in every repeat.
     """
     samples: Samples = {}
     for arm in _COMPILED:

@@ -3,9 +3,9 @@
 The model has 0.8 million parameters, and each rank processes 512 tokens per step. A second, tiny model makes any
 overhead visible, because its steps take about 3 ms. The `_single` arms use the first model and at most one detector.
 
-The default detectors are measured in groups of three steps: without detectors ("off"), with the default detectors
-("default"), and again without detectors ("again"). Every other group runs in reverse order, so that background load
-affects all three steps equally. The cost is the middle step's time minus the mean time of its two neighbors.
+The cost of the default detectors is measured in groups of three steps: without detectors ("off"), with the default
+detectors ("default"), and again without detectors ("again"). Every other group runs in reverse order, so that
+background load affects all three steps equally. The cost is the middle step's time minus its neighbors' mean time.
 
 Periodic checks always run at the same positions within each block of 20 checked steps. The result is the median at each
 position, averaged over the 20 positions. A check that runs every 20 steps therefore contributes a twentieth of its
@@ -190,7 +190,7 @@ def _attached(world: World, step: TrainStep) -> Callable[[str], AbstractContextM
 
 
 def _timed(step: Callable[[], object]) -> tuple[float, float]:
-    """Return the elapsed seconds of a step until all ranks are done, and this rank's CPU seconds. Collective."""
+    """Return the wall-clock time until all ranks finish a step, and this rank's CPU time, in seconds. Collective."""
     dist.barrier()
     start, worked = time.perf_counter(), time.process_time()
     step()

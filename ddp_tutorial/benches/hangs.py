@@ -130,7 +130,7 @@ HANGS: dict[str, Callable[[World, Began], None]] = {
 
 
 def measure_hangs(repeats: int, report: Callable[[str], None] = lambda _: None) -> dict[str, Any]:
-    """Provoke each hang in `HANGS` `repeats` times.
+    """Provoke each hang in `HANGS` a total of `repeats` times.
 
     Args:
         repeats: The number of repeats.
@@ -219,8 +219,8 @@ def _hang(name: str) -> tuple[str, float, int]:
     """Provoke one hang.
 
     Returns:
-        The verdict, the seconds from the timeout of the hang until all ranks have exited, and the number of processes
-        still running.
+        The verdict, the time in seconds from the hang's timeout until all ranks have exited, and the number of
+        processes still running.
     """
     with tempfile.TemporaryDirectory(prefix="hangs-") as folder:
         notes, message = Path(folder), "no error"

@@ -52,7 +52,7 @@ def measure(repeats: int) -> tuple[Samples, dict[str, tuple[str, str]]]:
 
 
 def _one_and_two(world: World) -> dict[str | int, float]:
-    """Return step times on one and two ranks, and all-reduce times by number of bytes, in seconds. Collective."""
+    """Return step times on one and two ranks, and all-reduce times by size in bytes, all in seconds. Collective."""
     alone = world.rank == 0
     tensors = {nbytes: torch.zeros(nbytes // 4) for nbytes in _SIZES}
     arms: dict[str | int, Callable[[], object]] = {
@@ -75,7 +75,7 @@ def _fitted(at: dict[str | int, float]) -> StepModel:
 
 
 def _steps(world: World, repeats: int) -> list[float]:
-    """Return step times in seconds, from a barrier until this rank has the mean of all gradients. Collective.
+    """Return step times in seconds, measured from a barrier until this rank has the mean of all gradients. Collective.
 
     The first step is a warm-up and is not recorded.
     """

@@ -109,7 +109,7 @@ def torchrun(name: str, planned_kills: Sequence[tuple[int, int]]) -> Path:
         planned_kills: For each attempt, the rank to kill, and the index of the point at which to kill the rank.
 
     Returns:
-        The folder that contains the notes of all attempts.
+        The folder that contains the records of all attempts.
 
     Raises:
         RuntimeError: If the run does not finish.

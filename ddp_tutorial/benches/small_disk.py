@@ -1,4 +1,4 @@
-"""Mount a disk of a few megabytes that can actually fill up: a tmpfs visible only to this process and its children.
+"""Mount a tmpfs of a few megabytes, visible only to this process and its children, to test a full disk.
 
 On Linux, an unprivileged user can mount a tmpfs in separate user and mount namespaces, unless this is forbidden, as in
 many containers. The tmpfs disappears when the last process that can see it exits.
@@ -16,7 +16,7 @@ _PAGE = 4096
 
 
 def mount_small_disk(folder: Path, nbytes: int) -> str:
-    """Mount a tmpfs of `nbytes` bytes at `folder`, for this process and the processes that it forks afterwards.
+    """Mount a tmpfs of `nbytes` bytes at `folder`, for this process and the processes that it forks afterward.
 
     The process must be single-threaded; Linux rejects the call otherwise.
 
@@ -60,7 +60,7 @@ def empty(folder: Path) -> None:
 def limit_files(nbytes: int) -> None:
     """Limit the size of each file that this process writes.
 
-    A write that reaches the limit is truncated, and the next write fails.
+    A write that would exceed the limit is truncated, and the next write fails.
     """
     _, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (nbytes, hard))

@@ -75,7 +75,7 @@ _PARTS = {"wait": "data", "compute": "compute", "sync": "sync"}
 
 
 def _load(world: World, folder: str, repeats: int) -> Samples:
-    """Return the samples per second of each source without a model. Collective.
+    """Return each source's throughput in samples per second, measured without training. Collective.
 
     The arm `iterable` reads a stream from `datasets` with torch's DataLoader, as in the `datasets` documentation.
     """

@@ -106,14 +106,14 @@ class Checkpointer:
             check: How thoroughly replicated state is compared between ranks; see `assert_replicated`.
             background: Whether a thread writes the files while training continues.
             keep_last: The number of newest valid checkpoints to keep.
-            keep_best: The number of checkpoints with the best metric that are kept, even if old; see `Retention`.
+            keep_best: The number of best checkpoints, by `metric`, to keep even if they are old; see `Retention`.
             metric: The name of the metric.
             mode: `"min"` if lower values of the metric are better, and `"max"` otherwise.
             shared: Whether all ranks share `folder`. If not, only rank 0 accesses the folder.
 
         Raises:
             ConfigError: If a component is sharded and `shared` is false.
-            ValueError: If a component is per_node and the number of ranks differs between nodes.
+            ValueError: If a component's `shared` is `"per_node"` and the number of ranks differs between nodes.
         """
         require_group(world)
         if not shared:
@@ -128,8 +128,8 @@ class Checkpointer:
     def recover(self) -> None:
         """Clean up after a killed run.
 
-        Remove unfinished checkpoints, and restore checkpoints whose replacement was interrupted. Lock the folder first;
-        see `files.locked`.
+        Remove unfinished checkpoints, and restore checkpoints whose replacement was interrupted. The caller must
+        ensure that no other process saves to the folder, for example with `files.locked`.
         """
         if self.world.is_main:
             recover_all(self.folder)
@@ -202,7 +202,8 @@ class Checkpointer:
 
         Raises:
             CheckpointError: On all ranks, if a file is damaged, the checkpoint's components differ from the run's, or a
-                component cannot be restored on this number of ranks. These checks run before any state is restored.
+                component cannot be restored on this number of ranks. These checks run before any state is restored,
+                except for errors that `Reshardable.load_resharded` raises.
         """
         with phase("load"):
             manifest, restores = run_on_all_ranks(self.world, lambda: self._read(folder, exclude), CheckpointError)
@@ -312,9 +313,9 @@ class Checkpointer:
             return partial(thing.load_state_dict, state)
         if not isinstance(thing, Reshardable):
             raise CheckpointError(
-                f"component {name!r} is {stored.shared}, and its states from {manifest.world_size} ranks in {folder} "
-                f"cannot be loaded on {self.world.size} ranks. To resume without it, set resume_without="
-                f"[{name}], or pass exclude=[{name!r}] to Checkpointer.load"
+                f"component {name!r} is {stored.shared}: its state in {folder} was saved by {manifest.world_size} "
+                f"ranks and cannot be loaded on {self.world.size} ranks. To resume without this component, set "
+                f"resume_without=[{name}], or pass exclude=[{name!r}] to Checkpointer.load"
             )
         states = self._states(folder, stored, range(len(stored.files)))
         return partial(thing.load_resharded, states, manifest.step)
@@ -359,7 +360,8 @@ class _Writer:
             paths = sorted(folder.iterdir())
             if len({tuple(names) for names in all_gather(self.world, [path.name for path in paths])}) > 1:
                 raise CheckpointError(
-                    f"the ranks see different files in {self.path}, so they do not share this folder. {SHARE}"
+                    f"the ranks see different files in {self.path}, so they do not share this folder. Start all ranks "
+                    "in the same folder, on a disk that all nodes share."
                 )
             self.shards[name] = paths[self.world.rank :: self.world.size]
 

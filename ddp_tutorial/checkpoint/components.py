@@ -57,7 +57,7 @@ class LazyState(Protocol):
     """
 
     def empty(self, stored: Mapping[str, StoredTensor]) -> State:
-        """Return a dict of uninitialized tensors, into which this rank's state is read.
+        """Return a dict of tensors, into which this rank's state is read.
 
         Args:
             stored: The shape and dtype of each tensor in the checkpoint, by tensor name.
@@ -104,10 +104,10 @@ class Component:
 
 
 def require_even_nodes(world: World, components: Mapping[str, Component]) -> None:
-    """Raise an error on all ranks if a component is per_node and the node sizes differ. Collective.
+    """Raise an error on all ranks if a component's `shared` is `"per_node"` and the node sizes differ. Collective.
 
     Raises:
-        ValueError: If a component is per_node and the number of ranks differs between nodes.
+        ValueError: If a component's `shared` is `"per_node"` and the number of ranks differs between nodes.
     """
     names = [name for name, component in components.items() if component.shared == "per_node"]
     sizes = sorted(set(all_gather(world, world.local_size))) if names else []

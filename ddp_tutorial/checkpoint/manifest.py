@@ -288,7 +288,7 @@ def checkpoints_to_remove(
     Args:
         metrics: The metric of each checkpoint, in increasing order of step. None and NaN are worse than any number.
         keep_last: The number of newest checkpoints to keep.
-        keep_best: The number of checkpoints with the best metric that are kept, even if they are old.
+        keep_best: The number of best checkpoints, by metric, to keep even if they are old.
         mode: `"min"` if lower values of the metric are better, and `"max"` otherwise.
         excluded: Checkpoints that are always kept.
     """

@@ -42,7 +42,7 @@ _FREE = (
 
 
 def latest_valid(world: World, parent: Path) -> tuple[Path | None, list[str]]:
-    """Return the newest undamaged checkpoint in `parent`, and the problems of newer checkpoints. Collective.
+    """Return the newest undamaged checkpoint in `parent`, and the problems found in newer checkpoints. Collective.
 
     Only rank 0 reads the disk. All ranks receive its result.
     """
@@ -87,7 +87,7 @@ def find_resume_point(
         world: The ranks of the run.
         run: The run folder.
         resume: `"auto"` selects the newest valid checkpoint of `run`, and `"never"` starts from the beginning. The
-            path of a checkpoint selects this checkpoint. The path of a run selects its newest valid checkpoint.
+            path of a checkpoint selects that checkpoint. The path of a run selects its newest valid checkpoint.
         config: The settings of this run.
         allow: Names of settings that may differ from the checkpoint's settings. A name also covers the settings under
             it: "model" covers "model.width".
@@ -96,8 +96,8 @@ def find_resume_point(
     Raises:
         ConfigError: If the path contains no valid checkpoint, or if `run` contains only damaged checkpoints. Also
             raised if settings that affect the computation have changed, or if a rank does not find the checkpoint. With
-            `shared=False`, only rank 0 must find the checkpoint. The error is then also raised if `resume` is `"auto"`
-            and a different rank finds a newer checkpoint of `run`.
+            `shared=False`, only rank 0 needs to find the checkpoint. The error is then also raised if `resume` is
+            `"auto"` and a different rank finds a newer checkpoint of `run`.
     """
     if resume == "never":
         return ResumePoint()
@@ -154,7 +154,10 @@ def _start(run: Path, resume: str, config: Mapping[str, Any], allow: Sequence[st
     if folder is None:
         if resume != "auto":
             damaged = f": {_in_short(problems)}" if problems else ""
-            raise ConfigError(f"'resume' must be a checkpoint or a run with a valid checkpoint, got {resume}{damaged}")
+            raise ConfigError(
+                "'resume' must be 'auto', 'never', or the path of a checkpoint or a run with a valid checkpoint, got "
+                f"{resume}{damaged}"
+            )
         if problems:
             there = run / CHECKPOINTS
             raise ConfigError(

@@ -34,7 +34,7 @@ class Retention:
         Args:
             folder: The folder that contains the checkpoints.
             keep_last: The number of newest checkpoints to keep, at least 1.
-            keep_best: The number of checkpoints with the best metric that are kept, even if they are old.
+            keep_best: The number of best checkpoints, by `metric`, to keep even if they are old.
             metric: The name of the metric.
             mode: `"min"` if lower values of the metric are better, and `"max"` otherwise.
 

@@ -1,4 +1,4 @@
-"""Run a cluster's main process, a server.
+"""Run the server that is a cluster's main process.
 
 The server is the first process in its own namespaces, so the kernel kills all processes in these namespaces when the
 server exits. `Cluster` starts the server and sends it requests over a socket, one at a time. To start a process, the

@@ -1,4 +1,4 @@
-"""Start and stop a cluster's main process, a server (see `box`), and send requests to this server."""
+"""Start and stop the server that is a cluster's main process (see `box`), and send requests to the server."""
 
 import os
 import signal
@@ -23,7 +23,7 @@ _END_SECONDS = 5.0  # timeout in seconds for the server to exit before it is kil
 
 
 class BoxClient:
-    """Client of a cluster's main process, a server (see `box`). Both communicate through a socket."""
+    """Client of the server that is a cluster's main process (see `box`). The two communicate through a socket."""
 
     def __init__(self) -> None:
         """Create a client without starting the server."""
@@ -180,7 +180,7 @@ def environment() -> dict[str, str]:
 def _check_system() -> None:
     """Raise `ConfigError` if this system cannot run a cluster."""
     if sys.platform != "linux":
-        raise ConfigError(f"a cluster requires Linux and its kernel namespaces, got {sys.platform}")
+        raise ConfigError(f"a cluster requires Linux, because it uses kernel namespaces; got platform {sys.platform!r}")
     if which("unshare") is None:
         raise ConfigError(
             "a cluster requires the command 'unshare', which was not found. Install the package util-linux"

@@ -381,7 +381,7 @@ class Cluster:
 def unsupported_reason(delay: str | None = None) -> str:
     """Return a one-line reason why this system cannot run a cluster, or an empty string if it can.
 
-    The function tries to start a cluster that contains one node and, if specified, uses `delay`.
+    The function tries to start a one-node cluster with the given `delay`.
 
     Raises:
         FailedError: If the cluster fails for a reason other than a missing system feature. Such a failure indicates a

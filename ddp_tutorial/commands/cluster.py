@@ -1,4 +1,4 @@
-"""Commands that run on several emulated hosts on this machine."""
+"""Run commands on several emulated hosts on this machine."""
 
 import os
 import sys

@@ -33,7 +33,7 @@ _open = click.option("-e", "--open", "opens", is_flag=True, help="Open the figur
 
 
 def _chosen(names: tuple[str, ...], everything: bool) -> list[Path]:
-    """Return the named runs' folders without duplicates. By default, return the newest run, or all runs with --all.
+    """Return the named runs' folders without duplicates. Without names, return the newest run or, with --all, all runs.
 
     Existing files and folders that are not runs are skipped, and their number is reported, because the pattern `runs/*`
     also matches figures, caches and sweeps.
@@ -556,8 +556,9 @@ def tail(run: str, count: int, rank: int, metrics: bool, edit: bool) -> None:
         log = RunFolder(folder).metrics
     if not log.is_file() and rank > 0:
         there = sorted(int(path.stem.removeprefix("rank_")) for path in folder.glob("rank_*.log"))
-        available = f"; it contains logs of ranks {', '.join(map(str, there))}" if there else " or of any other rank"
-        raise ConfigError(f"{folder} contains no log of rank {rank}{available}")
+        listed = f"rank{'s' if there[1:] else ''} {', '.join(map(str, there))}"
+        available = f"; it contains logs from {listed}" if there else " or any other rank"
+        raise ConfigError(f"{folder} contains no log from rank {rank}{available}")
     if edit:
         click.edit(filename=str(log))
         return

@@ -93,7 +93,7 @@ def plan(
 
 
 def _model(name: str, shape: Iterable[str]) -> Transformer:
-    """Return the model with the command-line name `name` and the changes in `shape`, such as "layers=48".
+    """Return the model with the command-line name `name`, after applying the changes in `shape`, such as "layers=48".
 
     Raises:
         ConfigError: If the name or a change is not valid.
@@ -130,7 +130,7 @@ def _value(field: str, text: str, is_switch: bool) -> int | bool:
 
 
 def _network(name: str, node_gbit: float | None) -> Network:
-    """Return the network `name`, in which the devices of a node share a bandwidth of `node_gbit` Gbit/s, if given."""
+    """Return the network `name`. If `node_gbit` is given, a node's devices share that many Gbit/s to other nodes."""
     network = NETWORKS[name]
     if node_gbit is None:
         return network

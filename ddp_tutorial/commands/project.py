@@ -78,8 +78,8 @@ def bench(name: str, as_json: bool, repeats: int, kills: int | None) -> None:
     NAME is launch, overhead, compile, ddp, buckets, sources, accumulation, checkpoint, scaling, debug, sharded,
     pipeline, cluster, ranks, peers, chaos, restarts or hangs.
 
-    `chaos` kills ranks of small runs, and makes their disks fail or fill up, at every named point of saving and
-    resuming. It also starts runs on nodes without a shared folder. It checks that no checkpoint is lost, that each
+    `chaos` kills ranks of small runs, and makes their disks fail or fill up, at every named point during saving
+    and resuming. It also starts runs on nodes without a shared folder. It checks that no checkpoint is lost, that each
     resumed run is bitwise identical to an uninterrupted run, and that no process is left running. `restarts` kills
     ranks under torchrun, which restarts them. `hangs` makes ranks hang in eight ways, and checks that the report names
     the ranks and lines, and that no process is left running.
@@ -111,7 +111,7 @@ def bench(name: str, as_json: bool, repeats: int, kills: int | None) -> None:
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 @click.option("--repeats", type=click.IntRange(min=5), default=7, show_default=True, help="Repetitions of each arm.")
 def reproduce(name: str, as_json: bool, repeats: int) -> None:
-    """Measure variants on the same work, and print a Markdown table that includes any published numbers."""
+    """Measure variants on the same workload, and print a Markdown table that includes any published numbers."""
     from ddp_tutorial.benches import published
 
     result = published.reproduce(name, repeats)

@@ -14,7 +14,7 @@ from ddp_tutorial.training.tasks import check_start, with_batch_size
 def slurm_script(
     source: str, overrides: Iterable[str] = (), python: str = "python", kind: type[TaskConfig] = TaskConfig
 ) -> str:
-    """Return the batch script that trains as `train SOURCE OVERRIDES` would, on config.nprocs ranks.
+    """Return a batch script that trains like `train SOURCE OVERRIDES`, on `config.nprocs` ranks.
 
     A run without a name is named after the job ID, so that a requeued job finds its checkpoint.
 

@@ -57,7 +57,7 @@ def sweep(
     file with a YAML or JSON list. Each point of --points FILE is combined with all values of the settings. In a CSV
     file, the header contains the parameter names, and each row is a point.
 
-    The papermill command of each point runs that point alone. Add --dry-run to print only the commands.
+    Each point's papermill command runs only that point. Add --dry-run to print only the commands.
 
     Finished points are not repeated unless their parameters or the code have changed. To continue after an interrupt or
     a failure, rerun the command. If a point fails, the other points still run, and the exit code is 1.

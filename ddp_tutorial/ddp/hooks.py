@@ -74,9 +74,9 @@ class CastHook:
 class PowerSGD:
     """A hook that approximates a gradient matrix M [n, m] by the factors P = M Q [n, rank] and Q = M' P [m, rank].
 
-    The approximation is one step of power iteration. The residual M - P Q' stays on this rank and is added to the next
-    gradient (error feedback), so the residual is delayed, not lost. In the next step, the power iteration starts from
-    this Q. Vectors, complex gradients, and matrices that are not larger than P and Q together are sent uncompressed.
+    The approximation uses one step of power iteration. The residual M - P Q' stays on this rank and is added to the
+    next gradient (error feedback), so the residual is delayed, not lost. In the next step, the power iteration starts
+    from this Q. Vectors, complex gradients, and matrices not larger than P and Q together are sent uncompressed.
 
     Vogels, Karimireddy & Jaggi, "PowerSGD: Practical low-rank gradient compression for distributed optimization", 2019.
     """
@@ -91,7 +91,7 @@ class PowerSGD:
             seed: The seed for the initial Q.
         """
         if rank < 1:
-            raise ValueError(f"'rank' must be at least 1, got {rank}")
+            raise ValueError(f"the rank of the PowerSGD approximation ('rank') must be at least 1, got {rank}")
         self.link, self.world_size, self.rank, self.seed = link, world_size, rank, seed
         # By parameter, because buckets are rebuilt after the first step.
         self.errors: dict[str, torch.Tensor] = {}

@@ -49,7 +49,7 @@ def fit_link(rounds: Sequence[float], nbytes: Sequence[float], seconds: Sequence
     if rank < 2 or per_byte <= 0:
         raise ValueError(
             f"the latency and the bandwidth cannot be determined from the {len(measured)} measurements. Measure at "
-            "least two sizes, and choose a largest size that takes noticeably longer than the smallest."
+            "least two sizes. The largest size must take noticeably longer than the smallest."
         )
     if latency < 0:  # then fit the bandwidth alone
         latency, per_byte = 0.0, columns[:, 1].sum()
@@ -67,7 +67,7 @@ class Transfer(NamedTuple):
 
 
 class Link(Protocol):
-    """Interface of a link, which runs all-reduces in the order in which the all-reduces are started.
+    """Interface of a link, which runs all-reduces in the order in which they are started.
 
     Every rank must start the same all-reduces in the same order. `observer` is called after each all-reduce.
     """

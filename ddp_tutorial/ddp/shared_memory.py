@@ -61,8 +61,8 @@ class SharedMemory:
         link = SharedMemory.connect(world, ddp.parameters())
         ddp.register_comm_hook(link, add_in_memory)
 
-    On each rank, the shared memory is as large as the gradients. The memory is unnamed, so the system frees it when
-    both processes have exited. Both ranks number the buckets in the same way, starting at 1.
+    On each rank, the shared memory is as large as the gradients. The memory is an anonymous file, so the system frees
+    it when both processes have exited. Both ranks number the buckets in the same way, starting at 1.
     """
 
     def __init__(self, world: World, mine: Sequence[int], theirs: Sequence[int]) -> None:
@@ -98,7 +98,7 @@ class SharedMemory:
 
         Returns:
             The link, or None on all ranks if shared memory is not supported. A link requires two ranks on the CPU of
-            one host. The system must support unnamed memory (Linux's memfd).
+            one host. The system must support anonymous in-memory files (`memfd_create` on Linux).
         """
         if world.size != 2 or world.local_size != 2 or world.device.type != "cpu":
             return None

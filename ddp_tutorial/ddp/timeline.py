@@ -61,7 +61,7 @@ class Overlap(NamedTuple):
 
     @property
     def fraction(self) -> float:
-        """The fraction of the hideable communication time that was hidden, from 0 to 1."""
+        """The overlapped communication time as a fraction of its upper bound `hideable`, from 0 to 1."""
         return self.hidden / self.hideable if self.hideable else 0.0
 
 

@@ -92,7 +92,7 @@ class DataParallel(ABC):
 
     @cached_property
     def loss_model(self) -> nn.Module:
-        """A model for loss functions, with the module's class and attributes. Calling the model runs this wrapper."""
+        """The model to pass to loss functions, with the module's class and attributes. Calling it runs this wrapper."""
         wrapper = ref(self)
 
         def call(*inputs: Any, **named: Any) -> Any:
@@ -137,7 +137,7 @@ class DataParallel(ABC):
         """Average every `.grad` over all ranks, and broadcast rank 0's buffers. Collective.
 
         Call this after the last backward pass of a step. With `find_unused_parameters`, a rank without a gradient
-        for a parameter contributes zeros. If no rank has a gradient for a parameter, its `.grad` is None afterwards.
+        for a parameter contributes zeros. If no rank has a gradient for a parameter, its `.grad` is None afterward.
 
         Raises:
             RuntimeError: On all ranks, if any rank lacks a gradient for a parameter and `find_unused_parameters` is
@@ -156,7 +156,7 @@ class DataParallel(ABC):
     def detach(self) -> None:
         """Stop averaging gradients, because a newer wrapper averages them.
 
-        Using this wrapper afterwards raises an error.
+        Using this wrapper afterward raises an error.
         """
         self._is_replaced = True
 
@@ -310,8 +310,9 @@ class BucketDDP(DataParallel):
         """Return the model's output. Raise `RuntimeError` if `finish` was not called after a backward pass."""
         if self._arrived and torch.is_grad_enabled():
             raise RuntimeError(
-                "a forward pass started before finish() completed the previous backward pass. Call finish() before "
-                "optimizer.step(), or run all backward passes of a step except the last inside no_sync()."
+                "a forward pass started, but finish() was not called after the previous backward pass. Call finish() "
+                "before optimizer.step(). To accumulate gradients, run all but the last backward pass of each step "
+                "inside no_sync()."
             )
         return super().forward(*inputs, **named)
 
@@ -325,7 +326,7 @@ class BucketDDP(DataParallel):
             self._sync = before
 
     def _arrive(self, index: int) -> None:
-        """Copy gradient `index` into its bucket, and start the all-reduces of the buckets that are then complete.
+        """Pass gradient `index` to `_fill_slot`, unless the backward pass runs inside `no_sync`.
 
         Autograd calls this method when the parameter's gradient is final for this backward pass.
         """

@@ -9,7 +9,7 @@
 
 The loop itself does not change. Before each optimizer step, every rank records a few statistics about the step. A
 single all-gather exchanges these statistics in each of the first three steps, and then at an interval of `every` steps
-(default: 20). All ranks evaluate the same statistics, step by step, so either all ranks raise an error or no rank does.
+(default: 20). All ranks evaluate the same statistics in the same order, so all ranks or none raise an error.
 
 After the first three steps, no rank waits for the all-gather, because its result is evaluated in the next step. By
 default, the statistics of step 14 are exchanged in step 20. A problem in step 14 is then reported in step 21, as

@@ -233,9 +233,9 @@ class Detector:
     def check(self, step: int, reports: LocalReport) -> list[Finding]:
         """Evaluate the reports of all ranks for one step, and return the findings.
 
-        After the ranks have exchanged their reports, all ranks call this method with the same arguments, step by step.
+        After the ranks have exchanged their reports, all ranks call this method once per step, with the same arguments.
         During the call, the current step `self.program.step` is `step` or later, and its update is still pending. The
-        method may call collectives such as `self.program.gather` if that decision depends only on the arguments.
+        method may call collectives such as `self.program.gather` if the choice to do so depends only on the arguments.
 
         Args:
             step: The step that the reports describe.

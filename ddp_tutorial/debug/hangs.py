@@ -408,8 +408,8 @@ def _table(statuses: Mapping[int, RankStatus | None], group: str, number: int) -
 def _cell(call: Call | None, is_marked: bool) -> str:
     """Format one collective of one rank.
 
-    Only the last row shows whether the rank is waiting, because PyTorch may record the completion of a collective late
-    or never.
+    Only the last row shows whether the rank is waiting, because PyTorch may record a collective's completion late or
+    not at all.
     """
     if call is None:
         return "-"

@@ -34,9 +34,9 @@ class MemoryGrowth(Detector):
     """Detector of ranks whose private memory grows by more than `mb_per_step` MB per step.
 
     The memory must grow in each quarter of the last `window` steps. On a GPU, PyTorch's allocated memory is also
-    checked. A finding is reported ten steps after the growth is detected. The finding lists, by shape and type, the
-    tensors that have become more numerous during these steps. `live_tensors` counts these tensors with Python's garbage
-    collector. Shared memory, such as a memory-mapped file, is not counted.
+    checked. A finding is reported at least ten steps after the growth is detected. The finding lists, by shape and
+    type, the tensors that have become more numerous during these steps. `live_tensors` counts these tensors with
+    Python's garbage collector. Shared memory, such as a memory-mapped file, is not counted.
 
     Attributes:
         peak_mb: The peak memory of each rank so far.
@@ -89,7 +89,7 @@ class MemoryGrowth(Detector):
         return [max(values), growth]
 
     def check(self, step: int, reports: LocalReport) -> list[Finding]:
-        """Return a finding ten steps after memory growth is detected on a rank. Collective."""
+        """Return a finding at least ten steps after memory growth is detected on a rank. Collective."""
         self.peak_mb = [max(most, used) for most, (used, _) in zip(self.peak_mb, reports, strict=True)]
         if self._slopes:
             return self._compare_lists(step)
@@ -145,7 +145,7 @@ class Kind(NamedTuple):
 
 
 class LiveTensors(NamedTuple):
-    """Number and total size in bytes of tensors of one kind. A shared storage counts only for its largest tensor."""
+    """Number and total bytes of one kind of tensor. A shared storage counts only toward its largest tensor's kind."""
 
     number: int = 0
     nbytes: int = 0
@@ -211,11 +211,11 @@ class ProcessMemory:
 
 
 def growth_per_step(used: Sequence[float]) -> float:
-    """Return the growth of `used` per step, or 0 if `used` has not grown in every quarter.
+    """Return the growth of `used` per step if `used` grows from each quarter of its values to the next, otherwise 0.
 
     The growth is the median of the slopes between all pairs of values. This median (the Theil-Sen estimator) is robust
-    against single jumps. Memory that does not grow in every quarter has grown only once or temporarily, and is not a
-    leak.
+    against single jumps. Memory that grows between only some of the quarters has grown only once or temporarily, and
+    is not a leak.
     """
     length = len(used)
     quarters = [statistics.median(used[i * length // 4 : (i + 1) * length // 4]) for i in range(4)]

@@ -29,7 +29,7 @@ class NonFinite(Detector):
     If the gradient is non-finite on only some ranks, the error is raised when the ranks exchange their statistics.
 
     The inputs of the forward passes are kept until the update. A repeated forward pass differs from the original if the
-    model uses Python's random numbers or depends on its last batch. The reported origin may then be the loss or a
+    model uses Python's random numbers or depends on the previous batch. The reported origin may then be the loss or a
     gradient instead of the module, but the reported rank is correct.
     """
 

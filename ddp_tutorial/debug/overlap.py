@@ -183,8 +183,8 @@ class Epoch:
 class SameRandomNumbers(Detector):
     """Detector of ranks that draw the same random numbers in the forward pass, for example for dropout.
 
-    The detector compares the states of the random number generator in the first three steps and then in every tenth
-    step, if the forward pass draws random numbers. Ranks with the same state draw the same numbers in every step.
+    If the forward pass draws random numbers, the detector compares the ranks' generator states in the first three steps
+    and then in every tenth step. Ranks with the same state draw the same numbers in every step.
     """
 
     name: ClassVar[str] = "same_random"

@@ -45,7 +45,7 @@ class _WindowDetector(Detector):
         return [observation.seconds.get(name, 0.0) for name in self.phases]
 
     def check(self, step: int, reports: LocalReport) -> list[Finding]:
-        """Add the phase times of all ranks. Until there is a finding, evaluate the sums at the end of each window."""
+        """Accumulate each rank's phase times. Until there is a finding, evaluate the sums at the end of each window."""
         if self._has_reported or step < self._from:
             return []
         self._sums = [[a + b for a, b in zip(*each, strict=True)] for each in zip(self._sums, reports, strict=True)]
@@ -69,7 +69,7 @@ class _WindowDetector(Detector):
 
 
 class Straggler(_WindowDetector):
-    """Detector of a rank that is slow in the same phase in two consecutive windows, and delays the other ranks.
+    """Detector of ranks that are slow in the same phase in two consecutive windows and delay the other ranks.
 
     The detector measures only a rank's own work: waiting for data, the forward pass, and the backward pass up to the
     rank's last gradient.
@@ -109,7 +109,7 @@ class Straggler(_WindowDetector):
 def slow_rank(seconds: dict[str, list[float]]) -> tuple[int, str, float] | None:
     """Return the rank that `runs.summaries.straggler` reports, its slow phase, and the lost seconds, or None.
 
-    In `runs.summaries`, the backward pass includes waits for other ranks. In `seconds`, the backward pass contains only
+    In `runs.summaries`, the backward time includes waits for other ranks. In `seconds`, the backward time covers only
     the rank's own work, so the forward and backward times are summed.
     """
     own = [sum(each) for each in zip(seconds["forward"], seconds["backward"], strict=True)]
@@ -137,7 +137,7 @@ class DataStarvation(_WindowDetector):
         """Store the arguments.
 
         Args:
-            limit: The fraction of time spent waiting for data above which a rank is reported.
+            limit: The maximum fraction of its time that a rank may wait for data without being reported.
             window: The number of steps in a window.
 
         Raises:

@@ -3,7 +3,7 @@
 Replicas start with identical weights and receive the same gradients, so they stay bitwise identical. The check
 therefore has no tolerance. Each rank sends one number that depends on all bits of its state. If the numbers differ, the
 ranks compare the tensors one by one. This check is the most expensive one, because it reads all bits. It therefore runs
-only occasionally, or as soon as the ranks' averaged gradients differ.
+only occasionally, or if the ranks' averaged gradients differ.
 """
 
 import zlib
@@ -30,9 +30,9 @@ _WHOLE = 1 << 48  # a float64 represents every integer below this value exactly
 class ReplicaDrift(Detector):
     """Detector of differences between ranks in parameters, buffers, optimizer state and optimizer options.
 
-    Parameters and optimizer state are compared after the first step, and then before every `every`-th update, together
-    with the other exchanged values. With `every=1`, they are compared after each step. Buffers are compared in the
-    same steps, at the start of the first forward pass, just after DDP has broadcast them.
+    Parameters and optimizer state are compared after the first step, and then once per `every` steps, before the
+    update, together with the other exchanged values. With `every=1`, they are compared after each step. Buffers are
+    compared in the same steps, at the start of the first forward pass, just after DDP has broadcast them.
 
     Differences caused by a gradient are detected at the next exchange and reported with that gradient's step. For this
     purpose, the ranks compare a sum of the averaged gradients for each step. Other differences, such as an option that
@@ -239,7 +239,7 @@ def _checksum(tensor: torch.Tensor) -> int | torch.Tensor:
     """Return a hash of all bits of the tensor.
 
     The rows are summed at each of the 1,024 positions, each sum is multiplied by a weight, and the products are added.
-    Hashing is as fast as reading the memory. The hash detects values that have moved, except by whole rows.
+    Hashing is as fast as reading the memory. The hash detects moved values, unless they moved by whole rows.
     """
     if tensor.dtype is torch.float32 and tensor.is_cpu:  # the most common case
         values = tensor.detach().contiguous().numpy()

@@ -17,8 +17,8 @@ class GradientSpike(Detector):
     """Detector of ranks whose gradient norm exceeds `times` times the median over their last `window` steps.
 
     The detector uses each rank's own gradient, before averaging and clipping, so the finding identifies the rank with
-    the unusual samples. A jump of the loss and the gradient by about the same factor on all ranks is a change of scale,
-    and is not reported.
+    the unusual samples. With several ranks, a jump in the loss and the gradient by about the same factor on all ranks
+    is a change of scale, and is not reported.
     """
 
     name: ClassVar[str] = "spike"
@@ -105,7 +105,7 @@ class LossDivergence(Detector):
         """Store the arguments.
 
         Args:
-            times: The ratio to the initial loss above which an error is reported.
+            times: The ratio to the initial loss above which an error is reported; see `has_diverged`.
             window: The number of steps in each median.
 
         Raises:
@@ -143,10 +143,10 @@ class LossDivergence(Detector):
 
 
 def has_diverged(first: Sequence[float], now: Sequence[float], times: float) -> bool:
-    """Return whether the loss has increased by more than `times - 1` times its initial size.
+    """Return whether the loss has increased by more than `(times - 1) * scale`.
 
-    The initial size is the absolute median or the range of `first`, whichever is larger. The increase is the difference
-    between the medians of `now` and `first`.
+    `scale` is the absolute median or the range of `first`, whichever is larger. The increase is the difference between
+    the medians of `now` and `first`.
     """
     began = statistics.median(first)
     return statistics.median(now) > began + (times - 1) * max(abs(began), max(first) - min(first))

@@ -12,7 +12,7 @@ _MOST = 20
 
 
 class UnusedParameters(Detector):
-    """Detector that reports each parameter without a gradient once, by name.
+    """Detector of parameters without a gradient. Each such parameter is reported once, by name.
 
     Models with `find_unused_parameters=True` are not checked. If only some ranks use a parameter, these ranks may block
     in the backward pass of PyTorch's DDP, before the optimizer step. Use `watching` to detect this.

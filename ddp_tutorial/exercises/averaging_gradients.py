@@ -373,7 +373,7 @@ def _name_the_fault(world: World, loop: BlackBoxLoop) -> str:
         return any(not torch.equal(tensor, tensors[0]) for tensor in tensors)
 
     def step(sizes: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
-        """Take a step. Return the gradient that changed rank 0's weights, and the single-process gradient."""
+        """Take a step. Return the gradient applied on rank 0, and the single-process gradient. Collective."""
         generator = torch.Generator().manual_seed(sum(sizes))
         parts = [torch.randn(size, 3, generator=generator) for size in sizes]
         before = gather(loop.weights())[0]

@@ -1,4 +1,4 @@
-"""Exercise for the deep dive bitwise_identical_runs. It covers a sum that does not depend on the number of ranks."""
+"""Exercise for the `bitwise_identical_runs` deep dive. It covers a sum that does not depend on the number of ranks."""
 
 from collections.abc import Sequence
 

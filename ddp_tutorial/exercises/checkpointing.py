@@ -1,4 +1,4 @@
-"""Exercises for notebook 10_checkpointing. They cover complete state, atomic saves of multiple files, and kills."""
+"""Exercises for notebook 10_checkpointing. They cover complete state, atomic multi-file saves, and surviving kills."""
 
 import copy
 import hashlib
@@ -455,7 +455,7 @@ def _final_state(rank: int) -> dict[str, Any]:
 class _Killer:
     """Trace function that counts the Python lines executed within the answer, and kills the rank at one of these lines.
 
-    Half of the kills occur at a line of the answer itself. The other kills occur at any line, for example in
+    Half of the kills occur at a line of the answer itself. The other kills can occur at any line, for example in
     `torch.save`.
     """
 

@@ -1,4 +1,4 @@
-"""Exercises for the deep dive choosing_a_bucket_size: exposed communication, link measurement, and optimal buckets."""
+"""Exercises for the `choosing_a_bucket_size` deep dive: exposed communication, link measurement and optimal buckets."""
 
 import random
 import statistics

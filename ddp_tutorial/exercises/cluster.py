@@ -307,7 +307,7 @@ def _check_reduced(hosts: int, ranks: list[_Reduced], measured: bool) -> None:
 
 
 def _require_an_answer(answer: Answer) -> None:
-    """Raise `NotImplementedError` if the answer is not filled in yet, before the hosts are created."""
+    """Raise `NotImplementedError` before the hosts are created if the answer has not been filled in."""
     try:
         answer(World(0, 1))
     except NotImplementedError:

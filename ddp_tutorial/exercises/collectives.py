@@ -128,7 +128,7 @@ _ROWS = (1, 2)  # rows per rank
 def _run_transpose(world: World, answer: Answer) -> list[torch.Tensor | str]:
     """Return the answer's result (this rank's rows of the transposed matrix) for each number of rows per rank.
 
-    The entry in row i and column j of the matrix is 10 i + j. After an error in torch, the last item is its message.
+    The matrix entry in row i and column j is 10 i + j. After an error in torch, the last item is the error message.
     """
     results: list[torch.Tensor | str] = []
     names = [name for name in _OTHERS if name not in {"all_to_all", "all_to_all_single", "isend", "irecv"}]

@@ -102,7 +102,10 @@ def _train_until_flat(world: World, step: Callable[[], None], validate: Validate
 
 
 def _stopping(flat: Callable[[World, float, int, float], tuple[bool, float]]) -> Answer:
-    """Return a loop that runs `stop, loss = flat(world, total, count, best)` after each step, until `stop` is true."""
+    """Return a loop that runs `stop, loss = flat(world, total, count, best)` after each step.
+
+    The loop exits after `most` steps, or earlier if `stop` is true.
+    """
 
     def answer(world: World, step: Callable[[], None], validate: Validate, most: int) -> int:
         best, steps = float("inf"), 0

@@ -296,7 +296,9 @@ def _test_context(answer: Answer) -> str:
     right = estimate_step(_LONG, plan, hopper, dgx).seconds
     got = answer(_LONG, plan, 1, hopper, dgx)
     if not math.isclose(got, right, rel_tol=1e-6):
-        raise WrongAnswerError(f"With context=1, the result must equal estimate_step's {right:.3f} s, got {got:.3f} s.")
+        raise WrongAnswerError(
+            f"With context=1, the result must be {right:.3f} s, as in estimate_step, got {got:.3f} s."
+        )
     one = estimate_step(_LONG, plan, hopper, _FREE).seconds
     for context in (2, 8):
         got = answer(_LONG, plan, context, hopper, _FREE)

@@ -1,4 +1,4 @@
-"""Exercise for the deep dive hooks_and_shared_memory. It covers a top-k hook with error feedback."""
+"""Exercise for the `hooks_and_shared_memory` deep dive. It covers a top-k hook with error feedback."""
 
 from typing import Any
 
@@ -16,7 +16,7 @@ _FRACTION, _SIZES, _TRAINED, _FLUSHED = 0.25, (12, 20), 3, 5
 
 
 class _TwoVectors(nn.Module):
-    """Model with two weight vectors. Each gradient equals an input. DDP uses one bucket in step 1, and two later."""
+    """Model with two weight vectors. Each gradient equals an input. DDP uses one bucket in step 1, then two buckets."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -96,8 +96,9 @@ def _expect_sparse_mean(watched: WatchedHook, averaged: torch.Tensor) -> None:
     else:
         found = f"The result must contain {int(exact.ne(0).sum())} nonzero elements, got {int(averaged.ne(0).sum())}"
     raise WrongAnswerError(
-        f"On rank {watched.world.rank}, the first averaged gradient is wrong. It must be the average of each "
-        f"rank's largest {_FRACTION:.0%} of elements by absolute value. {found}."
+        f"On rank {watched.world.rank}, the first averaged gradient is wrong. Each rank must send only its largest "
+        f"{_FRACTION:.0%} of elements by absolute value. The result must be the average over the ranks, in which the "
+        f"elements that a rank did not send count as zeros. {found}."
     )
 
 

@@ -198,7 +198,7 @@ _SENDS = {"all_reduce": (0, "tensor"), "all_gather": (1, "tensor"), "all_gather_
 
 
 class WatchedHook:
-    """Communication hook that calls the learner's hook, and records durations, sent dtypes, and sent byte counts."""
+    """Communication hook that times the learner's hook, and records each message's dtype and the total bytes sent."""
 
     def __init__(self, world: World, answer: Answer, advice: str = "") -> None:
         """Watch `answer` on this rank. If `answer` raises an error, `advice` is appended to the message."""
@@ -241,7 +241,7 @@ class WatchedHook:
         return recorded
 
     def expect_overlap(self) -> None:
-        """Raise `WrongAnswerError` if rank 0's hook waited for rank 1, which delayed the first bucket."""
+        """Raise `WrongAnswerError` if rank 0's hook waited for rank 1, whose first bucket was delayed."""
         if self.world.rank == 0:
             expect(
                 self.seconds[0] < 0.8 * _LATE,
@@ -298,8 +298,8 @@ def _expect_mean(world: World, grads: list[torch.Tensor | None], local: torch.Te
         else:
             found = f"this is neither the average nor the rank's own gradient, {numbers(local, digits=3)}"
         raise WrongAnswerError(
-            f"On rank {world.rank}, a gradient must be within 2 % of the average {numbers(exact, digits=3)}, got "
-            f"{'None' if got is None else numbers(got, digits=3)}: {found}."
+            f"On rank {world.rank}, every averaged gradient must be within 2 % of {numbers(exact, digits=3)}, but one "
+            f"is {'None' if got is None else numbers(got, digits=3)}: {found}."
         )
 
 

@@ -1,4 +1,4 @@
-"""Exercise for the deep dive loss_scaling. It covers taking a step either on all ranks or on no rank."""
+"""Exercise for the `loss_scaling` deep dive. It covers taking or skipping a step on all ranks together."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -108,7 +108,7 @@ def _deciding(
     zeroed: bool = True,
     own_scale: bool = False,
 ) -> Answer:
-    """Return a variant of the solution that decides differently or contains a different mistake."""
+    """Return a variant of the solution that skips a step if `decide` is true. The other arguments select mistakes."""
 
     def answer(
         world: World, optimizer: torch.optim.Optimizer, parameters: Sequence[nn.Parameter], scale: float

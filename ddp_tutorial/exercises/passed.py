@@ -26,7 +26,7 @@ def read_passed() -> set[str]:
 
 
 def remember(name: str) -> None:
-    """Record that a person has passed the exercise, unless the file already contains its name.
+    """Record that the user passed the exercise `name` interactively, unless the file already contains `name`.
 
     If the file cannot be written, print one line instead of raising an error, because the check itself succeeded.
     """

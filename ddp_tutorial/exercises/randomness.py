@@ -1,4 +1,4 @@
-"""Exercise for the deep dive randomness. It covers dropout masks that do not depend on ranks or micro-batches."""
+"""Exercise for the `randomness` deep dive. It covers dropout masks that do not depend on ranks or micro-batches."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -73,7 +73,7 @@ def _sample_dropout(x: torch.Tensor, indices: Sequence[int], p: float, seed: int
 def _dropout_with(
     seed_for: Callable[[int, int, int, int], int], *, global_generator: bool = False, scaled: bool = True
 ) -> Answer:
-    """Return a variant of the solution that seeds each row with `seed_for`, or that contains a different mistake."""
+    """Return a variant of the solution that seeds each row with `seed_for`. The other arguments select mistakes."""
 
     def answer(x: torch.Tensor, indices: Sequence[int], p: float, seed: int, step: int) -> torch.Tensor:
         rows = []

@@ -1,4 +1,4 @@
-"""Exercise for the deep dive reading_data_fast. It covers contiguous ranges of files."""
+"""Exercise for the `reading_data_fast` deep dive. It covers contiguous ranges of files."""
 
 from collections.abc import Sequence
 from itertools import accumulate

@@ -261,7 +261,7 @@ def _check_sharded_module(world: World, answer: Answer) -> None:
             f"After forward, autograd keeps {_part(kept.nbytes, whole)} for backward, but must keep less than a "
             "quarter.",
         )
-        _expect_piece(before + gradient.nbytes, whole, world, "Between forward and backward")
+        _expect_piece(before + gradient.nbytes, whole, world, "Between the forward and backward passes")
         y.square().sum().backward()
         _expect_gradients(piece.grad, x.grad, gradient, all_x.grad, world)
         with torch.no_grad():  # train the piece; the next forward must use the updated piece
@@ -270,7 +270,7 @@ def _check_sharded_module(world: World, answer: Answer) -> None:
                 parameter.sub_(0.01 * part.view_as(parameter))
             del part  # this view would keep the whole gradient alive
         piece.grad = None
-        _expect_piece(before + gradient.nbytes, whole, world, "After backward")
+        _expect_piece(before + gradient.nbytes, whole, world, "After the backward pass")
 
 
 def _flat(tensors: list[torch.Tensor | None]) -> torch.Tensor:
@@ -318,7 +318,7 @@ def _expect_gradients(
     where = f"rank {world.rank} of {world.size}"
     if got is None or of_x is None:
         missing = "piece.grad" if got is None else "x.grad (the gradient of the input)"
-        raise WrongAnswerError(f"After backward, {missing} is None on {where}.")
+        raise WrongAnswerError(f"After the backward pass, {missing} must be a tensor, got None on {where}.")
     expect(
         torch.allclose(got, right, atol=1e-4),
         f"piece.grad on {where} must be the rank's shard of the gradient summed over ranks, starting with "

@@ -384,7 +384,7 @@ def _check_epochs(answer: Answer) -> None:
 
 
 def _after(answer: Answer, samples: int, batch: int, size: int, epoch: int, done: int) -> list[State]:
-    """Return each rank's state, saved inside the loop after `done` steps of an epoch, as for a checkpoint."""
+    """Return each rank's state, saved like a checkpoint inside the loop, after `done` steps of an epoch."""
     states = []
     for sampler in _world_of(answer, samples, batch, size):
         sampler.set_epoch(epoch)

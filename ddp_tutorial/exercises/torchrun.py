@@ -35,7 +35,7 @@ _BEGIN += "runpy.run_module('torch.distributed.run', run_name='__main__', alter_
 
 
 class WrongScript(NamedTuple):
-    """Wrong answer that replaces text in the solution's script. `texts` contains alternately old and new text."""
+    """Wrong answer that replaces text in the solution's script. `texts` contains alternating old and new text."""
 
     solution: Path
     texts: tuple[str, ...]

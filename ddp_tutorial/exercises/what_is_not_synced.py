@@ -170,7 +170,7 @@ def _one_story(world: World, answer: Answer, counts: list[int]) -> list[str | No
             yield batch
 
     def meet(what: str, flag: bool = False) -> bool:
-        """Replace all collectives in the answer, and detect differences between the ranks' calls."""
+        """Check that all ranks take the same action, and return whether any rank's `flag` is True. Collective."""
         gathered = all_gather(world, (what, flag))
         doing = ", while ".join(f"rank {rank} {each}" for rank, (each, _) in enumerate(gathered))
         on_a_cluster = "On a cluster, the ranks would wait for each other forever."

@@ -220,7 +220,7 @@ def _apart(lines: Sequence[Line], right: Sequence[Line]) -> str:
 
 
 def wrong_from_the_start(lines: Sequence[Line]) -> str:
-    """Return an explanation of wrong lines in a run that started at step 1, or "" if all lines are correct."""
+    """Return a description of incorrect lines printed by a run that started at step 1, or "" if there are none."""
     if not lines:
         return ""
     if [line.step for line in lines] != list(range(1, len(lines) + 1)):
@@ -231,7 +231,7 @@ def wrong_from_the_start(lines: Sequence[Line]) -> str:
 
 
 def wrong_after_resuming(lines: Sequence[Line], saved: int) -> str:
-    """Return an explanation of wrong lines in a run that resumed after step `saved`, or "" if there are none."""
+    """Return a description of incorrect lines printed after resuming from step `saved`, or "" if there are none."""
     if not lines:
         return ""
     steps = [line.step for line in lines]

@@ -75,7 +75,7 @@ def idle() -> None:
 def run_interleaved(
     world: World, arms: Mapping[Name, Callable[[], object]], steps: int, turns: int
 ) -> dict[Name, list[Turn]]:
-    """Time each arm in alternating turns. Collective.
+    """Time the arms in alternating turns. Collective.
 
     The order of the arms is reversed after each round. The first turn of each arm is a warm-up that is not
     recorded, because it opens files, allocates memory and rebuilds buckets.

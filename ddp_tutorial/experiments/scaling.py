@@ -1,4 +1,4 @@
-"""Model computation, communication and their overlap to predict the step time on more ranks.
+"""Predict the step time on more ranks by modeling computation, communication and their overlap.
 
 The model is fitted to measurements on one and two ranks. Strong scaling keeps the global batch size constant.
 Additional ranks reduce the computation per rank but not the communication, which limits the speedup (Amdahl, 1967).
@@ -85,7 +85,7 @@ class StepModel:
             batch: The global batch size.
             ranks: The number of ranks.
             cores: The number of cores that all ranks share on one machine. If there are fewer cores than ranks, the
-                ranks take turns to compute and to send data. Within one machine, sending means copying.
+                ranks take turns computing and sending data. Within one machine, sending means copying.
         """
         if batch < 1 or ranks < 1 or (cores is not None and cores < 1):
             raise ValueError(f"'batch', 'ranks' and 'cores' must be at least 1, got {batch}, {ranks} and {cores}")

@@ -274,7 +274,7 @@ def parameters_in(notebook: Any, name: str) -> Parameters:
     """Return the parameters of a notebook.
 
     Raises:
-        ConfigError: If the notebook does not contain exactly one `parameters` cell, or the cell does not assign `name`.
+        ConfigError: If the notebook does not contain exactly one `parameters` cell, or has no parameter "name".
     """
     code = [cell for cell in notebook.cells if cell.cell_type == "code"]
     places = [place for place, cell in enumerate(code) if "parameters" in cell.metadata.get("tags", [])]
@@ -372,7 +372,7 @@ def plan_sweep(
     name = name or _clean(notebook.stem) or "sweep"
     if not _FOLDER.fullmatch(name):
         raise ConfigError(
-            "a sweep's name must be a folder name (letters, digits, '-', '_' and '.', not starting with '-' or "
+            "a sweep's name must be a valid folder name (letters, digits, '-', '_' and '.', not starting with '-' or "
             f"'.'), got {name!r}. The sweep is stored in {SWEEPS}/NAME"
         )
     folder = SWEEPS / name

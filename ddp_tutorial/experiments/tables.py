@@ -138,7 +138,7 @@ def series_of(groups: Sequence[Group]) -> tuple[str, dict[str, dict[str, list[fl
 
 
 def as_text(groups: Sequence[Group], metric: str) -> str:
-    """Return a text table with each group's median, lowest value, highest value and number of repeats on one line."""
+    """Return a text table in which each row contains a group's median, minimum, maximum and number of repeats."""
     width = max([len(group.label) for group in groups], default=0)
     head = f"{'':{width}} {'median':>12} {'lowest':>12} {'highest':>12} {'repeats':>8}   {metric}"
     lines = [

@@ -47,7 +47,7 @@ def _arrow(axes: Axes, start: tuple[float, float], end: tuple[float, float], sty
 def collectives(tensors: Mapping[str, tuple[Tensors, Tensors]], title: str) -> Figure:
     """Draw each rank's numbers before and after each collective, with one panel per collective.
 
-    A number's color identifies the rank that contributed it. Sums are black. An empty cell contains no data.
+    A number's color identifies its source rank. Sums are black. An empty cell means that the rank has no valid data.
 
     Args:
         tensors: All ranks' tensors before and after each collective. Chunk c on rank r contains the number 10 r + c.

@@ -18,11 +18,11 @@ _COLORS = {"F": (BLUE, SKY), "B": (ORANGE, _YELLOW), "W": (GREEN, GREEN)}  # (a 
 
 @styled
 def schedules(plans: Mapping[str, Sequence[Sequence["Timed"]]], title: str, xlabel: str = "seconds") -> Figure:
-    """Draw the actions of each rank in one panel per name.
+    """Draw each rank's actions, with one panel per schedule.
 
     All panels share one time axis. In each panel, the first action starts at time zero. A box contains the index of its
-    micro-batch. If a rank runs several stages, all stages except the first are lighter. White areas are idle time.
-    Actions of kind "W", which occur in schedules that split the backward pass, compute only the gradients of weights.
+    micro-batch. If a rank runs several stages, all stages except the first have lighter colors. White areas are idle
+    time. Actions of kind "W", in schedules that split the backward pass, compute only the gradients of weights.
     """
     heights = [len(ranks) for ranks in plans.values()]
     size = (10, 0.9 + sum(0.45 + 0.34 * height for height in heights))

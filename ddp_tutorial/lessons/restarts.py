@@ -1,4 +1,4 @@
-"""Helpers for notebooks 10 and 12 that start a job, inject faults, and read the log of all attempts."""
+"""Helpers that start a job, inject faults, and read the log of all attempts, for several notebooks."""
 
 import json
 import os

@@ -318,8 +318,8 @@ class Controller:
     def _recover(self, workers: Sequence[WorkerHandle]) -> list[str]:
         """Recover from a failed call, and return sentences that describe the recovery.
 
-        If a rank has exited, the other ranks leave the process group. If the ranks have not finished the same
-        collectives, they form a new process group.
+        If a rank has exited, the other ranks leave the process group. Otherwise, if a collective has failed or the
+        ranks have not finished the same collectives, they form a new process group as soon as they can communicate.
         """
         if any(each.death for each in self._workers):
             self._has_group = False

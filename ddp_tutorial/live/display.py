@@ -64,7 +64,7 @@ def show_open_figures() -> None:
 
 
 class RankResults(dict[int, str]):
-    """Dict that maps each rank to the text representation of its result. Its `repr` groups ranks with equal text."""
+    """Dict that maps each rank to its result's text representation. The `repr` groups ranks with identical text."""
 
     def __init__(self, texts: Mapping[int, str], ranks: int) -> None:
         """Store the text representations.

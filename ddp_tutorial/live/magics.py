@@ -54,7 +54,7 @@ class RankMagics(Magics):
     def ranks(self, line: str, cell: str | None = None) -> Any:
         """Run cells on live ranks, which keep their variables from cell to cell.
 
-        %ranks start -n 2      Start two ranks, and stop the current ranks. More options:
+        %ranks start -n 2      Start two ranks in place of the current ranks. More options:
                [--threads 1] [--device cpu] [--backend gloo] [--wait-timeout 10]
                [--nodes 2 [--rate 1gbit] [--delay 0.5ms]]
                                Run half of the ranks on each of two emulated hosts. --rate and --delay apply to the
@@ -66,7 +66,7 @@ class RankMagics(Magics):
         %ranks put NAME        Copy the notebook's variable NAME to all ranks.
         %ranks rate 100mbit    Set the rate of the links between nodes.
         %ranks script out.py   Write all cells executed so far to a script for torchrun. The script omits
-                               values from %ranks put that are not numbers.
+                               non-numeric values from %ranks put.
 
         %%ranks                Run the cell on all ranks. Select ranks with %%ranks 0, %%ranks 1-3 or %%ranks 0,2;
                                %%rank0 selects rank 0.
@@ -104,7 +104,7 @@ class RankMagics(Magics):
         asked = vars(parser.parse_args(arguments))
         nodes, rate, delay = (asked.pop(name) for name in ("nodes", "rate", "delay"))
         if nodes is None and (rate or delay):
-            raise MagicError("--rate and --delay require several nodes: add, for example, --nodes 2")
+            raise MagicError("--rate and --delay require --nodes: add, for example, --nodes 2")
         cluster = None if nodes is None else Cluster(nodes, rate, delay)
         pool = Ranks(asked.pop("n"), cluster=cluster, **asked)
         self.end()
@@ -173,7 +173,7 @@ class RankMagics(Magics):
     def script(self, arguments: Sequence[str]) -> None:
         """Write all cells executed so far to one script for torchrun. Only the current user can read the file.
 
-        The script omits cells that failed, and values from `put` that are not numbers.
+        The script omits cells that failed, and non-numeric values from `put`.
         """
         [name] = self._names("script", arguments, "one file name, for example: %ranks script out.py")
         pool = self._alive()

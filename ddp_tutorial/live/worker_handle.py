@@ -122,7 +122,7 @@ class WorkerHandle:
         self._seen, self._since = None, time.monotonic()
 
     def attach_console(self, console: Console) -> None:
-        """Send the rank's output since the last call, and its further output, to `console`."""
+        """Send the rank's output since the last call, and all later output, to `console`."""
         self.console, self._shown = console, []
         self.was_terminated = self.was_woken = False
         lines = self.log.lines  # printed since the last call
@@ -142,7 +142,7 @@ class WorkerHandle:
         self._shown = []
 
     def display(self, bundle: MimeBundle, console: Console) -> None:
-        """Show one displayed value, labeled with this rank's number."""
+        """Show one value that this rank displayed, labeled with the rank's number."""
         if not isinstance(console, NotebookConsole):
             console.line(self.rank, bundle.text)
             return

@@ -46,11 +46,12 @@ def require_rounds(strategy: str, config: LocalConfig, steps: int | None) -> Non
         return
     if strategy == "post_local_sgd" and not config.begin:
         raise ValueError(
-            "'local.begin' must be at least 1 for strategy=post_local_sgd, got 0. The strategy first averages gradients"
+            "'local.begin' must be at least 1 for strategy=post_local_sgd, got 0. This strategy averages gradients in "
+            "the first 'local.begin' steps. To use local SGD from the first step, use strategy=local_sgd"
         )
     if steps is not None and config.begin + config.round > steps:
         end = "'local.begin' + 'local.round'" if config.begin else "'local.round'"
         got = f"{config.begin} + {config.round}" if config.begin else f"{config.round}"
         raise ValueError(
-            f"{end} must be at most 'steps' ({steps}), got {got}. With fewer steps, the ranks never average weights"
+            f"{end} must be at most 'steps' ({steps}), got {got}. Otherwise, the ranks never average their weights"
         )

@@ -1,4 +1,4 @@
-"""Compute each rank's loss without communication until the end of a round."""
+"""Compute each rank's loss. After the first call, the ranks do not communicate until the end of a round."""
 
 from collections.abc import Iterable
 
@@ -10,7 +10,7 @@ from ddp_tutorial.world import World
 
 
 class RoundLoss(StepLoss):
-    """A `StepLoss` that communicates only if `exchanges` is true.
+    """A `StepLoss` that, after the first call of `forward`, communicates only if `exchanges` is true.
 
     Otherwise, the totals are this rank's own totals multiplied by the number of ranks. Stop flags are stored until the
     next exchange.

@@ -89,10 +89,10 @@ class LocalWeightsState:
         if alone := states[0]["alone"]:
             length, ranks = states[0]["length"], len(states)
             raise CheckpointError(
-                f"the checkpoint of step {step} was saved after {alone} of the {length} steps of a round. The weights "
-                f"of the {ranks} ranks differ, so {self.world.size} ranks cannot load them. Resume with {ranks} "
-                "ranks, or from a checkpoint at the end of a round. To resume from the averaged weights, use "
-                "resume_without=[local]"
+                f"the checkpoint from step {step} was saved after {alone} of the {length} steps of a round. Its "
+                f"{ranks} ranks have different weights, which cannot be loaded on {self.world.size} ranks. Resume "
+                f"with {ranks} ranks, or from a checkpoint at the end of a round. To resume from the averaged weights, "
+                "use resume_without=[local]"
             )
 
 

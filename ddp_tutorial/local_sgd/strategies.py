@@ -108,11 +108,13 @@ class LocalSGD:
         return optimizer
 
     def backward(self, batches: Sequence[Any], stop_flags: float = 0.0) -> Totals:
-        """Compute the gradient of this rank's mean loss. Collective in the last step of a round.
+        """Compute the gradient of this rank's mean loss.
+
+        Collective in the first call, in the last step of a round, and, with float16, in every step.
 
         Returns:
-            The totals of all ranks in the last step of a round, and otherwise this rank's totals multiplied by the
-            number of ranks.
+            The totals of all ranks in the last step of a round or with float16, and otherwise this rank's totals
+            multiplied by the number of ranks.
         """
         self.loss.is_local = True
         self.loss.exchanges = self.exchanges_each_step or self.rounds.ends_round(self.updates + 1)

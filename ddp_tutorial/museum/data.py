@@ -1,4 +1,4 @@
-"""Bugs that use samples twice, never, or in the wrong split."""
+"""Bugs that repeat samples, skip samples, or use samples in the wrong split."""
 
 import random
 from collections.abc import Iterator

@@ -326,7 +326,7 @@ def _after_a_cut(whole: Outcome, first: Outcome, second: Outcome) -> str:
 
 
 def _touch_in_reverse(folder: Path) -> None:
-    """Reverse the files' modification times, as copying may do. The first file written becomes the newest."""
+    """Reverse the order of the files' modification times, as copying may do. The oldest file becomes the newest."""
     paths = sorted(folder.iterdir(), key=lambda path: path.stat().st_mtime_ns)
     for age, path in enumerate(paths):
         os.utime(path, (10**9 - age, 10**9 - age))

@@ -18,7 +18,7 @@ Program = Callable[..., Any]
 
 @dataclass(frozen=True)
 class Exhibit:
-    """A bug, with a minimal program that contains the bug, and a fixed version of this program.
+    """A bug, a minimal program that contains the bug, and a fixed version of the program.
 
     `story` explains the bug, and `seen` describes its symptoms. `caught_by` lists the invariants for this bug; the
     program violates at least one of them. `variants` are programs with the same bug in a different form or place.

@@ -10,7 +10,7 @@ Name = Literal["gpipe", "1f1b", "interleaved"]
 
 
 class StagesConfig(Config):
-    """Settings for the schedule and the split into stages. They do not depend on the number of ranks."""
+    """Settings for the schedule and the split into stages, without the number of ranks in a pipeline."""
 
     schedule: Name = Field("1f1b", description="Order of forward and backward passes.")
     micro_batches: int = Field(4, ge=1, description="Micro-batches per pipeline in one run of the schedule.")

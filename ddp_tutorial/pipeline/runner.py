@@ -12,9 +12,9 @@ the shape.
 In this project, pipelines have been run only with gloo. For NCCL, the order of the batches is tested in a simulation.
 
 A loss function is called as `loss(model, batch)`. It must call the model once, with inputs from the batch, and return a
-sum and a count. On the first stage, the loss is called only to capture the model's inputs, and is aborted when it calls
-the model. On the last stage, it is called with a stand-in for the model that returns the output of the last stage.
-Other stages do not call the loss.
+sum and a count. On the first stage, the loss function is called only to capture the model's inputs, and is aborted when
+it calls the model. On the last stage, it is called with a stand-in for the model that returns the output of the last
+stage. Other stages do not call the loss function.
 """
 
 import time
@@ -87,8 +87,8 @@ class StageRunner:
             place: The position of this rank in `peers`.
             precision: The mixed-precision settings.
             seed: The seed for dropout. With a seed, dropout depends only on the seed, the step, the stage, and the
-                micro-batch. Dropout is then the same for every schedule and every number of ranks with the same split
-                into stages. Without a seed, dropout uses the rank's own random number generators.
+                micro-batch. Dropout is then the same for every schedule and number of ranks, if the split into stages
+                is the same. Without a seed, dropout uses the rank's own random number generators.
         """
         self.table, self.stages, self.loss, self.peers, self.place = table, stages, loss, peers, place
         self.precision, self.seed = precision or Precision(), seed
@@ -285,7 +285,7 @@ def _from_header(header: torch.Tensor) -> Like:
 def _check_output(out: Any, stage: int) -> None:
     if not isinstance(out, torch.Tensor) or out.dim() > _HEADER - 2 or out.dtype not in _DTYPES:
         is_tensor = isinstance(out, torch.Tensor)
-        found = f"dtype {out.dtype} and {out.dim()} dimensions" if is_tensor else f"type {type(out).__name__}"
+        found = f"dtype {out.dtype} and shape {list(out.shape)}" if is_tensor else f"type {type(out).__name__}"
         raise ValueError(
             f"stage {stage} must return one tensor with a supported dtype and at most {_HEADER - 2} dimensions, got "
             f"{found}"
@@ -293,13 +293,13 @@ def _check_output(out: Any, stage: int) -> None:
 
 
 class _CapturedCall(BaseException):
-    """Raised by the stand-in for a model, to abort the loss and capture the arguments of the model.
+    """Raised by the stand-in for a model, to abort the loss function and capture the arguments of the model call.
 
-    The class does not derive from `Exception`, because a loss might catch an `Exception`.
+    The class does not derive from `Exception`, because a loss function might catch an `Exception`.
     """
 
     def __init__(self, inputs: tuple[Any, ...], named: dict[str, Any]) -> None:
-        """Store the arguments of the model."""
+        """Store the arguments of the model call."""
         super().__init__()
         self.inputs, self.named = inputs, named
 

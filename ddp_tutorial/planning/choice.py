@@ -24,7 +24,7 @@ def choose(model: Transformer, device: Device, network: Network, devices: int, b
         device: The device.
         network: The network.
         devices: The number of devices.
-        batch_tokens: The global batch size in tokens. Plans may deviate from it by the fraction `BATCH_TOLERANCE`.
+        batch_tokens: The global batch size in tokens. Plans may deviate by at most the fraction `BATCH_TOLERANCE`.
 
     Raises:
         ValueError: If no plan's global batch size is within `BATCH_TOLERANCE` of `batch_tokens`.
@@ -44,7 +44,7 @@ def choose(model: Transformer, device: Device, network: Network, devices: int, b
 
 
 def _order(estimate: Estimate) -> tuple[bool, float]:
-    """Return a sort key that orders plans that fit by time per token, followed by other plans in order of memory."""
+    """Return a sort key that puts plans that fit first, by time per token, and the other plans last, by memory."""
     return not estimate.fits, 1 / estimate.tokens_per_second if estimate.fits else estimate.memory.total
 
 
@@ -58,7 +58,7 @@ def candidates(model: Transformer, network: Network, devices: int, sequences: fl
         model: The model.
         network: The network.
         devices: The number of devices.
-        sequences: The global batch size in sequences. Plans may deviate from it by the fraction `BATCH_TOLERANCE`.
+        sequences: The global batch size in sequences. Plans may deviate by at most the fraction `BATCH_TOLERANCE`.
     """
     for tensor in _powers(min(network.per_node, model.heads)):
         if devices % tensor or model.heads % tensor:

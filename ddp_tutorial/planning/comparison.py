@@ -56,7 +56,7 @@ def comparison(runs: Sequence[PublishedRun] = PUBLISHED_RUNS) -> list[Comparison
 
 
 def fit(runs: Sequence[PublishedRun] = PUBLISHED_RUNS) -> float:
-    """Return the element of `GRID` that fits `runs` best as the value of `REACHED`."""
+    """Return the value of `REACHED`, chosen from `GRID`, that fits `runs` best."""
     return GRID[_best([_logarithms(run) for run in runs])]
 
 
@@ -93,7 +93,7 @@ def _logarithms(run: PublishedRun) -> list[float]:
 
 
 def _best(logarithms: Sequence[Sequence[float]]) -> int:
-    """Return the index of the element of `GRID` with the smallest sum of absolute logarithms over all runs."""
+    """Return the index of the element of `GRID` with the smallest sum of absolute log ratios over all runs."""
     return min(range(len(GRID)), key=lambda position: sum(abs(each[position]) for each in logarithms))
 
 

@@ -632,7 +632,7 @@ def _nemo_llama(
     pipeline: int = 1,
     chunks: int = 1,
 ) -> PublishedRun:
-    """Return a run from NVIDIA's BF16 tables for Llama 3.1. All runs use 2 context-parallel ranks and micro-batch 1."""
+    """Return a Llama 3.1 run from NVIDIA's BF16 tables, with 2 context-parallel ranks and a micro-batch size of 1."""
     return PublishedRun(
         name=f"Llama 3.1 {size}, {devices:,} H100",
         year=2024,

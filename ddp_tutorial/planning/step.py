@@ -4,8 +4,8 @@
   duration of any other operation is its memory traffic divided by the memory bandwidth (`computation`).
 - The backward pass takes twice as long as the forward pass. Recomputation repeats all or part of the forward pass.
 - Tensor parallelism communicates twice per layer in each pass, without overlap.
-- Data parallelism communicates once per layer. Only one layer's communication does not overlap with computation
-  (`overlapped`). At the end of "zero1" and "zero2" steps, the all-gather of updated weights is not overlapped.
+- Data parallelism communicates once per layer. Communication overlaps with computation in all layers except one (see
+  `overlapped`). At the end of "zero1" and "zero2" steps, the all-gather of updated weights is not overlapped.
 - With p pipeline stages and m micro-batches, the idle time is (p - 1) / m of the busy time. With v chunks per stage,
   the fraction is (p - 1) / (m v), and the messages between stages overlap with the computation of other chunks
   (Narayanan et al., 2021).
@@ -151,7 +151,7 @@ def shard_size(plan: Plan, network: Network) -> int:
 
 
 def overlapped(compute: float, communication: float, units: int) -> float:
-    """Return the total duration of computation and communication that overlap in all but one of `units` equal units.
+    """Return the total duration if computation and communication overlap in all but one of `units` equal parts.
 
     A layer's gradients are reduced while the next layer computes. Therefore, the first layer computes without
     communication, and the last layer's reduction is exposed. For all-gathers of weights, the order is reversed.
@@ -199,7 +199,7 @@ def data_parallel(model: Transformer, plan: Plan, network: Network) -> DataParal
 
 
 def _groups(plan: Plan, network: Network) -> tuple[Group, Group, Group]:
-    """Return the groups of all data-parallel devices, of one replica's devices, and of devices with the same shard."""
+    """Return groups of all data-parallel devices, of devices that shard a replica, and of devices with equal shards."""
     shard = shard_size(plan, network)
     return (
         group_of(plan.data, plan.tensor, network.per_node),

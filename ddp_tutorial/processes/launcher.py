@@ -375,7 +375,7 @@ class _Ranks:
             pass
 
     def _cause_is_missing(self) -> bool:
-        """Return whether all failures detected so far repeat a rank 0 error that rank 0 has not reported yet."""
+        """Return whether every failure detected so far repeats an error that rank 0 has not reported yet."""
         return all(rank.repeats_rank_zero_error for rank in self.ranks if rank.failed)
 
     def forward_signal(self, number: int, frame: object) -> None:

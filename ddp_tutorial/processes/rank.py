@@ -127,7 +127,7 @@ class ParentInfo(Protocol):
         sources: Dict that maps each notebook cell's file name to its source lines.
         logs: The parent's logging setup.
         parent: Process ID of the parent.
-        dies_with_thread: Whether the rank is killed when the parent's thread that started the rank exits.
+        dies_with_thread: Whether the rank is killed when the thread that started it exits.
     """
 
     threads: int

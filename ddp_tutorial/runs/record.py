@@ -50,7 +50,7 @@ def open_folder(
 
     Raises:
         ConfigError: If the folder must be shared, but a rank does not see it or sees a different folder with the same
-            name. The error is raised on all ranks, and a new folder is removed.
+            name. The error is raised on all ranks, and a newly created folder is removed.
     """
     label = f"{label}-{world.size}x"
     folder, is_new = decide_on_rank_zero(world, lambda: _create_folder(name, label, resuming, private))
@@ -69,7 +69,7 @@ def open_folder(
 
 
 def require_rank_zeros(world: World, name: str) -> None:
-    """Check that the named folder on rank 0's disk did not belong to a different rank of an earlier run. Collective.
+    """Raise an error if only other ranks of an earlier run used the named folder on rank 0's disk. Collective.
 
     Raises:
         ConfigError: On all ranks, if the folder contains logs of other ranks but no config. In that case, the run and
@@ -80,8 +80,8 @@ def require_rank_zeros(world: World, name: str) -> None:
         folder = RunFolder(RUNS / name)
         if not folder.exists() and any(folder.path.glob("rank_*.log")):
             raise ConfigError(
-                f"{folder.path} contains logs of other ranks, but not of rank 0. Rank 0 ran on a different host and "
-                "saved the checkpoints there. Start rank 0 on that host, or use a different run name."
+                f"{folder.path} contains logs from other ranks, but not from rank 0. Rank 0 ran on a different host "
+                "and saved the checkpoints there. Start rank 0 on that host, or use a different run name."
             )
 
     decide_on_rank_zero(world, check)

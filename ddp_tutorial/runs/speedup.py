@@ -42,7 +42,7 @@ def require_throughput(run: Summary) -> Summary:
 
 
 def speedup(run: Summary, baseline: Summary | None) -> Speedup:
-    """Return the speedup and the efficiency of a run. Both are None without a comparable baseline."""
+    """Return the speedup and the efficiency of a run. Both are None if a throughput is missing or the work differs."""
     if baseline is None or not baseline.rate or not run.rate or different_work(run, baseline):
         return Speedup()
     factor = run.rate / baseline.rate

@@ -123,7 +123,7 @@ def metric(row: Row, name: str) -> float | None:
 
 
 def rows_of(run: Run) -> list[Row]:
-    """Return the log rows that belong to a step, in order."""
+    """Return the log rows that contain a step number, in order."""
     return [row for row in run.steps if isinstance(finite_number(row, "step"), int)]
 
 

@@ -96,13 +96,13 @@ class Usage:
         )
 
     def gather(self) -> dict[str, Any]:
-        """Return each rank's current memory in MB, and phase durations in seconds since the last call. Collective."""
+        """Return each rank's current memory (MB), and its phase durations (s) since the last call. Collective."""
         since, self._since = self._since, Counter()
         self._before.update(since)
         return self._gather(self._memory(), since)
 
     def gather_totals(self) -> dict[str, Any]:
-        """Return each rank's peak memory in MB and total phase durations in seconds, the straggler and the imbalance.
+        """Return each rank's peak memory (MB) and total phase durations (s), plus the straggler and the imbalance.
 
         Collective.
         """

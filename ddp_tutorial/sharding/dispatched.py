@@ -26,9 +26,9 @@ class DispatchedSource:
     """A source for data that only one process can read. Rank 0 reads the samples for all ranks.
 
     While the ranks compute, a thread on rank 0 reads the next batches and sends their shards through a separate process
-    group. A batch can be any tree of tensors with one row per sample. The batch size need not be a multiple of the
-    world size. If `collate_fn` pads, it pads to the longest sample in the global batch. A read error on rank 0 raises a
-    `SourceError` on all ranks.
+    group. A thread on each other rank receives that rank's shards. A batch can be any tree of tensors with one row per
+    sample. The batch size need not be a multiple of the world size. If `collate_fn` pads, it pads to the longest sample
+    in the global batch. A read error on rank 0 raises a `SourceError` on all ranks.
 
     If rank 0's inner source uses the process's random number generators (see `uses_local_rng`), rank 0 reads in the
     main thread and does not prefetch. Threads share these generators, so reading in a different thread would change the

@@ -345,7 +345,7 @@ def _shape(value: Any) -> str:
 
 
 class ArrowShards:
-    """A table of numbers, stored in several memory-mapped Arrow files. Data are read only on demand.
+    """A table of numbers, stored in several memory-mapped Arrow files. Rows are loaded only on demand.
 
     Rows are numbered consecutively across the files. The files may have different lengths, and the number of files does
     not depend on the world size. A batch is gathered from the mapped columns by index, without a Python loop over rows.

@@ -1,4 +1,4 @@
-"""Define the code that all sources share, and `ShardedSource`, in which every rank reads its own samples."""
+"""Define `ShardedSource`, in which every rank reads its own samples, and helpers for the other sources."""
 
 from collections import deque
 from collections.abc import Callable, Iterator

@@ -25,11 +25,11 @@ class LocalBatch:
 
 
 class Source(Protocol):
-    """An endless iterator over this rank's batches, one per step. Every rank takes the same number of steps."""
+    """An infinite iterator over this rank's batches, one per step. Every rank takes the same number of steps."""
 
     @property
     def batch_size(self) -> int:
-        """The number of samples in a step, over all ranks. The last step of an epoch may be smaller."""
+        """The number of samples in a step, over all ranks. The last step of an epoch may contain fewer samples."""
         ...
 
     @property

@@ -1,6 +1,6 @@
 """Define `make_source`, which creates a source from a dataset and a config.
 
-A source provides the samples that this rank processes next, and can resume from a saved state. It is an endless
+A source provides the samples that this rank processes next, and can resume from a saved state. It is an infinite
 iterator over this rank's shards of the global batches. The source's state is small, identical on every rank, and valid
 for every world size.
 
@@ -184,9 +184,9 @@ _LARGE = 1 << 26  # tokens; a digest of this many tokens takes a tenth of a seco
 def require_same_samples(samples: Data, world: World, what: str = "training samples") -> None:
     """Raise an error on all ranks if a rank's samples differ from rank 0's samples. Collective.
 
-    The ranks compare the number of samples, all values of a `TensorDataset` or of small `TokenBlocks`, and 64 samples
-    of large `TokenBlocks` or of Arrow files. Samples of other datasets are not compared, because reading a sample may
-    be slow and may draw random numbers.
+    The ranks compare the number of samples. They also compare all values of a `TensorDataset` or small `TokenBlocks`,
+    but only 64 samples of large `TokenBlocks` or Arrow files. Samples of other datasets are not compared, because
+    reading a sample may be slow and may draw random numbers.
 
     Args:
         samples: This rank's samples.

@@ -44,7 +44,7 @@ class StreamedSource:
 
     Samples are taken from the streams round-robin. With W ranks, rank r reads the streams s with s mod W = r. Thus, the
     sample order is the same for every world size up to `streams`. Each sample has a position in this order, and the
-    source's state contains the number of completed positions. An exhausted stream leaves its remaining positions empty.
+    source's state contains the number of consumed positions. An exhausted stream leaves its remaining positions empty.
     A rank does not know when the streams of other ranks are exhausted, so the ranks exchange their sample counts at
     every step. The epoch ends when no rank has any samples left.
 
@@ -137,7 +137,7 @@ class StreamedSource:
         """Return this rank's samples for the next step, split into micro-batches. Collective.
 
         Raises:
-            ConfigError: On all ranks, if the dataset is empty, or if a rank has no samples in the first step.
+            ConfigError: On all ranks, if the dataset is empty, or if a rank has no samples in an epoch's first step.
             SourceError: If reading fails. The message identifies the rank, the worker, and the sample positions.
         """
         if micro_batches != self.parts:
@@ -210,7 +210,7 @@ class StreamedSource:
             ) from error
 
     def state_dict(self) -> SourceState:
-        """Return the epoch, the number of completed positions, and the number of streams.
+        """Return the epoch, the number of consumed positions, and the number of streams.
 
         The state contains the number of streams because the sample order depends on it.
         """
@@ -250,7 +250,7 @@ class _Part(NamedTuple):
 
 
 class _Follow(ByValue, IterableDataset[list[_Part]]):
-    """An endless dataset that yields a rank's samples, step by step. Each worker reads only its own streams."""
+    """An infinite dataset that yields a rank's samples for each step. Each worker reads only its own streams."""
 
     def __init__(self, source: StreamedSource) -> None:
         """Copy the settings and the position of `source`."""

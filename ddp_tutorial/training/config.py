@@ -290,7 +290,7 @@ class TrainConfig(Config):
 
     @property
     def remarks(self) -> list[str]:
-        """Messages about settings whose effect differs from their value. They are logged when the run starts."""
+        """Messages to log when the run starts, for example about an effective value that differs from the config."""
         return []
 
     @model_validator(mode="after")
@@ -423,7 +423,9 @@ class ModelConfig(_Imported, Config):
     def _class_is_an_import_path(self) -> "ModelConfig":
         path = getattr(self, "class")
         if path is None and self.args:
-            raise ValueError("'model.args' requires 'model.class', got none: set model.class, or remove model.args")
+            raise ValueError(
+                "'model.args' requires 'model.class', which is not set: set model.class or remove model.args"
+            )
         if path is not None:
             check_class({"class": path, "args": self.args})
         return self

@@ -69,7 +69,9 @@ def evaluate(
     totals = {name: [sum(each[name][i] for each in of_ranks if name in each) for i in range(2)] for name in names}
     means = {name: total / counted if counted else math.nan for name, (total, counted) in totals.items()}
     if both := means.keys() & metrics:
-        raise ConfigError(f"the loss and 'metrics' both define the metric {sorted(both)[0]!r}: rename one metric")
+        raise ConfigError(
+            f"the loss function and 'metrics' both define a metric named {sorted(both)[0]!r}; rename it in 'metrics'"
+        )
     return means | {
         name: value_of(name, metric, [states[name] for _, states in gathered if states])
         for name, metric in updated.items()

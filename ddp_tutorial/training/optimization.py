@@ -154,7 +154,8 @@ def check_update(config: TrainConfig) -> None:
 def learning_rate_factor(config: TrainConfig) -> Callable[[int], float]:
     """Return a function that maps a step to its learning-rate factor.
 
-    The factor rises linearly during the warm-up. A cosine or linear schedule then decreases it to `final_lr_fraction`.
+    The factor rises linearly during the warm-up. A cosine or linear schedule then decreases it, and reaches
+    `final_lr_fraction` at the last step of the schedule.
     """
 
     def factor(step: int) -> float:

@@ -160,7 +160,7 @@ def stages_of_ranks(config: TaskConfig, samples: int, ranks: int) -> list[dict[s
 
 
 def optimizer_bytes(config: TrainConfig) -> int:
-    """Return the optimizer state's size in bytes per parameter. For an imported class, a small matrix is used."""
+    """Return the optimizer state's size in bytes per parameter. For an imported class, measure a small matrix."""
     if isinstance(config.optimizer, str):
         return OPTIMIZER_BYTES[config.optimizer]
     model = nn.Linear(64, 64, bias=False)

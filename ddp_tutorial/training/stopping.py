@@ -95,7 +95,7 @@ def without_progress(
 
     Args:
         values: The value of the metric by step.
-        minimum_delta: An improvement must be larger than this value. NaN is never an improvement.
+        minimum_delta: The amount that an improvement must exceed. A NaN value is never an improvement.
         grace_steps: The number of initial steps whose evaluations can be the best evaluation but are not counted.
         mode: "min" if lower values are better, or "max" if higher values are better.
     """

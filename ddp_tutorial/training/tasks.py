@@ -197,7 +197,7 @@ def require_no_epochs(config: TaskConfig) -> None:
     for name in ["num_epochs"] * (config.num_epochs is not None) + counted:
         raise ConfigError(
             f"{name!r} cannot be converted to steps, because corpus {config.corpus!r} has not been tokenized "
-            "yet; set a number of steps, or first start a run, which tokenizes the corpus"
+            "yet. Set a number of steps instead, or start a run first to tokenize the corpus"
         )
 
 

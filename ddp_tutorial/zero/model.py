@@ -54,7 +54,7 @@ class Unit:
 
     Each full parameter keeps the same tensor object every time it is gathered. `free` releases the tensor's storage,
     and `gather` allocates it again. Autograd saves this tensor, so the backward pass can read the regathered values.
-    While a parameter is full, the gradient of its shard is stored separately.
+    While a parameter is unsharded, the gradient of its shard is stored separately.
     """
 
     def __init__(
@@ -276,7 +276,7 @@ class ShardedModel:
             unit.reductions = self.reductions
 
     def _follow(self, module: nn.Module, unit: Unit) -> None:
-        """Register forward hooks on `module` that gather `unit` before the forward pass and free it afterwards."""
+        """Register forward hooks on `module` that gather `unit` before the forward pass and free it afterward."""
         module.register_forward_pre_hook(partial(self._before_forward, unit), with_kwargs=True)
         module.register_forward_hook(partial(self._after_forward, unit))
 

@@ -81,7 +81,7 @@ class Layout:
         return [row[first : first + cut.stop - cut.start] for first, cut in zip(self.first, cuts, strict=True)]
 
     def _block(self, rows: torch.Tensor, index: int) -> tuple[int, torch.Tensor, int]:
-        """Return the number of full rows of a tensor, its block in these rows, and the number of remaining elements."""
+        """Return the number of full rows of a tensor, their block of `rows`, and the number of remaining elements."""
         first, each = self.first[index], self.each[index]
         full, rest = divmod(self.counts[index], each) if each else (0, 0)
         return full, rows[:full, first : first + each], rest

@@ -55,7 +55,7 @@ class Reduction:
         return bool(self._late)
 
     def put(self, index: int, gradient: torch.Tensor) -> None:
-        """Pack the gradient of parameter `index`. A second gradient is stored until the next call of `put_late`."""
+        """Pack the gradient of parameter `index`. A second gradient is stored until the next call to `put_late`."""
         if index not in self._packed:
             self.layout.pack(self._zeros(), index, gradient)
             self._packed.add(index)

@@ -70,7 +70,7 @@ class OptimizerState:
         return value
 
     def place(self, parameter: torch.Tensor, what: StoredTensor) -> torch.Tensor:
-        """Return a tensor of zeros, into which the stored state of `parameter` is read from a checkpoint."""
+        """Return a zero tensor for a state tensor of `parameter`, to be filled from a checkpoint."""
         if what.shape == parameter.shape:
             return torch.zeros_like(parameter, dtype=what.dtype)
         on_device = any(self.optimizer.defaults.get(name) for name in ("fused", "capturable"))

@@ -238,7 +238,7 @@ class Zero2Strategy(ShardedStrategy):
         self.sharded.finish()
 
     def full_parameters(self) -> AbstractContextManager[nn.Module]:
-        """Return a context manager that yields the model, whose parameters are always full."""
+        """Return a context manager that yields the model, whose parameters are never sharded."""
         return nullcontext(self.module)
 
     def sharded_components(self, optimizer: torch.optim.Optimizer) -> tuple[Part, Any]:

@@ -92,5 +92,5 @@ def store_stage(name: str, path: Path) -> None:
         except ValueError:
             continue
     raise ValueError(
-        f"{name}: the original lines of each hunk must occur exactly once in the previous version of the script"
+        f"{name}: the original lines of each hunk must occur exactly once in the script of the previous stage"
     )
