@@ -142,6 +142,19 @@ def test_named_notebooks_exist_and_all_are_in_the_readme():
         assert named <= {other.name for other in NUMBERED}, f"{path.name} names a notebook that is not there"
 
 
+def test_the_readme_estimates_the_reading_times():
+    """At 150 words or 15 lines of code per minute, the estimates are right to within four minutes."""
+    rows = re.findall(r"\]\(notebooks/([\w/]+\.ipynb)\).*\| (\d+) \|$", (ROOT / "README.md").read_text(), re.MULTILINE)
+    assert {name for name, _ in rows} == {
+        str(path.relative_to(ROOT / "notebooks")) for path in NOTEBOOKS if path.parent.name != "experiments"
+    }
+    for name, minutes in rows:
+        cells = nbformat.read(ROOT / "notebooks" / name, as_version=4).cells
+        words = sum(len(cell.source.split()) for cell in cells if cell.cell_type == "markdown")
+        lines = sum(bool(line.strip()) for c in cells if c.cell_type == "code" for line in c.source.splitlines())
+        assert abs(words / 150 + lines / 15 - int(minutes)) < 4, f"{name}: {words} words, {lines} lines of code"
+
+
 @each_notebook
 def test_cells_were_executed_in_order(path):
     """Without execution counts, nbval compares nothing and passes."""
