@@ -209,7 +209,7 @@ def test_every_exercise_has_hints_wrong_answers_and_a_solution(name, capsys):
     assert "show_solution()" in capsys.readouterr().out
     exercise.show_solution()
     beginning = (
-        '"""torchrun '
+        '"""Train with `torchrun '
         if isinstance(exercise.solution, Path)
         else r"((from|import) .*\n)*\n*(def [a-z]\w+\(|class [A-Z]\w+\b)"
     )
