@@ -90,5 +90,5 @@ def test_a_missing_package_is_a_config_error_and_an_import_error() -> None:
 
 def test_live_ranks_reject_an_old_ipython_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(IPython, "version_info", (7, 34, 0, ""))
-    with pytest.raises(UsageError, match=r"^live ranks require IPython 9 or newer, got 7\.34\.0\. Run: pip install"):
+    with pytest.raises(UsageError, match=r"^live ranks require IPython 9 or newer, got 7\.34\.0\. Run pip install"):
         ddp_tutorial.load_ipython_extension(None)

@@ -297,7 +297,7 @@ def test_an_unknown_run_is_answered_with_similar_names(name: str, told: str) -> 
 
 
 def test_a_missing_runs_folder_is_reported() -> None:
-    with pytest.raises(ConfigError, match="there are no runs under runs/"):
+    with pytest.raises(ConfigError, match="runs/ contains no runs"):
         find_run("mine")
     done = run("logs", "list")
     assert (done.returncode, done.stdout) == (0, "")

@@ -250,7 +250,7 @@ def test_a_stopping_rule_by_import_path_ends_the_run_on_all_ranks() -> None:
         assert result is not None
         assert (result["step"], result["reason"]) == (step, "early_stopping.rule returned true")
     refused = call("train", "tiny", *BIGRAM, "early_stopping.rule=mine.is_lower", "name=refused", "device=cpu")
-    assert (refused.returncode, "'early_stopping.rule' 'mine.is_lower'" in refused.stderr) == (2, True), refused.stderr
+    assert (refused.returncode, "rule' is 'mine.is_lower'" in refused.stderr) == (2, True), refused.stderr
     assert not Path("runs/refused").exists()
 
 
