@@ -211,9 +211,10 @@ def train_both_ways(world: World) -> list[tuple[list[float], dict[str, torch.Ten
                 del os.environ[name]
         else:  # launch has initialized the group
             stack.enter_context(mock.patch.object(dist, "init_process_group"))
-            stack.enter_context(mock.patch.object(dist, "destroy_process_group"))
         for accumulation in (1, 2):
             plain.main(f"plain-{world.size}-{accumulation}.pt", PLAIN_STEPS, accumulation)
+            if world.size == 1:
+                dist.destroy_process_group()
     return found
 
 

@@ -98,9 +98,9 @@ def main(checkpoint: str = "plain.pt", steps: int = 200, accumulate: int = 1, ba
     dist.all_reduce(total := torch.stack([right, right.new_tensor(len(digits))]))
     if rank == 0:
         print(f"validation accuracy {total[0] / total[1]:.4f} ({total[0]} of {total[1]})", flush=True)
-    dist.destroy_process_group()
 
 
 if __name__ == "__main__":
     main(**{k: int(v) if v.isdigit() else v for k, v in (a.split("=") for a in sys.argv[1:])})  # type: ignore
+    dist.destroy_process_group()  # after main() has freed its DDP model, which otherwise could block
     os._exit(0)  # DDP's gloo threads may outlive the group and abort or block Python's shutdown (torch 2.13)

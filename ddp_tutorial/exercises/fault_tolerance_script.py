@@ -74,9 +74,9 @@ def main(words: str, checkpoint: Path, steps: int, every: int) -> None:
             torch.save(state, part)
             part.replace(checkpoint)
     dist.barrier()  # the other ranks wait until the checkpoint is complete
-    dist.destroy_process_group()
 
 
 if __name__ == "__main__":
     main(sys.argv[1], Path(sys.argv[2]), int(sys.argv[3]), int(sys.argv[4]))
+    dist.destroy_process_group()  # after main() has freed its DDP model, which otherwise could block
     os._exit(0)  # with DDP on gloo, threads that outlive the group may abort or block Python's exit (torch 2.13)

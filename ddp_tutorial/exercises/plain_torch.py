@@ -384,6 +384,7 @@ train_script = Exercise(
         "Load the model, the optimizer and the number of steps before DDP wraps the model. Rank 0 reads the file "
         "and sends its contents with dist.broadcast_object_list. On rank 0, save to a temporary file, then rename "
         "it.",
-        "Call os._exit(0) after destroy_process_group(), as in the script of this notebook.",
+        "After the function with the DDP model has returned, call destroy_process_group() and os._exit(0), as in the "
+        "script of this notebook. With gloo, a DDP model that is freed after its process group can block forever.",
     ),
 )

@@ -137,7 +137,8 @@ class Torchrun:
                 raise WrongAnswerError(
                     f"{self._last_line()}. The ranks then made no progress for {STUCK_SECONDS:g} s, because they were "
                     "waiting for each other. Every rank must enter the same collectives in the same order. Check for "
-                    "a collective inside `if rank == 0`."
+                    "a collective inside `if rank == 0`. If this line is the last one of the run, call "
+                    "destroy_process_group() only after the DDP model has been freed."
                 )
             if now > self.deadline:
                 raise WrongAnswerError(f"{self._last_line()}, and did not exit within {LIMIT_SECONDS:.0f} s.")
