@@ -114,12 +114,12 @@ def _gantt(axes: Axes, timelines: Mapping[str, "Timeline"], rank: int) -> None:
             label = "finish (waiting)" if name == "finish" else name
             axes.barh(0, 0, color=color, hatch=hatch, edgecolor=_edge(color), label=label)
     axes.barh(0, 0, color=ORANGE, edgecolor="white", label="all-reduce")
-    axes.barh(0, 0, color=_BACKGROUND, label="background: backward")
+    axes.barh(0, 0, color=_BACKGROUND, label="backward pass (background)")
     axes.set_yticks(range(len(timelines)), list(timelines))
     axes.invert_yaxis()
     axes.grid(visible=False, axis="y")
     axes.margins(x=0.16)
-    axes.set(xlabel="milliseconds")
+    axes.set(xlabel="time (ms)")
     axes.set_xlim(left=0)
 
 
