@@ -34,7 +34,9 @@ def start(folder: Path, name: str, *command: object, faults: Sequence[Fault] = (
 def finish(process: Any, code: int = 0) -> None:
     """Wait until a process exits. Raise `AssertionError` with the process's output if the exit code is not `code`."""
     process.wait(timeout=240)
-    assert process.returncode == code, f"exit code {process.returncode}, not {code}: {process.log.read_text()[-3000:]}"
+    assert process.returncode == code, (
+        f"expected exit code {code}, got {process.returncode}: {process.log.read_text()[-3000:]}"
+    )
 
 
 def wait_until(condition: Callable[[], object], what: str, seconds: float = 120) -> None:
