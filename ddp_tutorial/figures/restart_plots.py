@@ -22,17 +22,19 @@ def restart_levels(title: str) -> Figure:
             5.6,
             10.0,
             0.9,
-            "Slurm starts the agents, and requeues the job when a node fails or the time limit is near",
+            "Slurm starts the agents, and requeues the job after a node failure or near the time limit",
             PURPLE,
         ),
-        (0.0, -0.5, 10.0, 0.9, "checkpoint on shared storage: the state that survives all processes", GREEN),
+        (0.0, -0.5, 10.0, 0.9, "checkpoint on shared storage: the state that outlives all processes", GREEN),
     ]
     for machine, left in enumerate((0.0, 5.2)):
-        store = ", hosts the store" if machine == 0 else ""
-        text = f"agent of machine {machine}{store}\nrestarts its workers when any worker fails"
+        store = " (hosts the store)" if machine == 0 else ""
+        text = f"agent on machine {machine}{store}\nrestarts its workers when any worker fails"
         boxes.append((left, 3.5, 4.8, 1.2, text, BLUE))
         for local in range(2):
-            boxes.append((left + 2.5 * local, 1.4, 2.3, 1.2, f"worker {2 * machine + local}\nresumes", ORANGE))
+            boxes.append(
+                (left + 2.5 * local, 1.4, 2.3, 1.2, f"worker {2 * machine + local}\nloads the checkpoint", ORANGE)
+            )
             _arrow(axes, (left + 1.15 + 2.5 * local, 3.45), (left + 1.15 + 2.5 * local, 2.65))
             _arrow(axes, (left + 1.15 + 2.5 * local, 0.45), (left + 1.15 + 2.5 * local, 1.35))
         _arrow(axes, (left + 2.4, 5.55), (left + 2.4, 4.75))
@@ -67,8 +69,8 @@ def attempts(
         left.plot(seconds, steps, color=color, linewidth=2.4)
         left.plot(seconds[-1], steps[-1], "x" if name != list(parts)[-1] else "o", color=color, markersize=9)
         right.plot(steps, losses, color=color, linestyle=dash, linewidth=2, label=name)
-    left.set(title="x: a rank is killed", xlabel="seconds", ylabel="step")
-    right.set(title="the losses of all attempts", xlabel="step", ylabel="loss", yscale="log")
+    left.set(title="Progress (x: a worker is killed)", xlabel="time (s)", ylabel="step")
+    right.set(title="Loss curves of all attempts", xlabel="step", ylabel="loss", yscale="log")
     right.yaxis.set_minor_locator(LogLocator(subs=(2, 5)))
     right.yaxis.set_major_formatter("{x:g}")
     right.yaxis.set_minor_formatter("{x:g}")
@@ -104,7 +106,7 @@ def goodput(
     for (name, values), marker, fill in zip(models.items(), "Do", (INK, "white"), strict=True):
         axes.plot(values, marker, color=fill, markeredgecolor=INK, markersize=8, label=name)
     axes.set_xticks(range(len(labels)), labels)
-    axes.set(title=title, xlabel=xlabel, ylabel="share of the time", ylim=(0, 1))
+    axes.set(title=title, xlabel=xlabel, ylabel="fraction of time", ylim=(0, 1))
     axes.grid(axis="x", visible=False)
     axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.2), ncols=3)
     return figure
@@ -119,7 +121,7 @@ def world_sizes(attempts: Sequence[Sequence[Mapping[str, Any]]], title: str) -> 
         seconds = [row["time"] for row in rows]
         label = f"world size {size}" if rows is next(each for each in attempts if each[0]["size"] == size) else None
         axes.plot(seconds, [row["step"] for row in rows], ".-", color=COLORS[size - 1], label=label)
-    axes.set(title=title, xlabel="seconds", ylabel="step", xlim=(0, None), ylim=(0, None))
+    axes.set(title=title, xlabel="time (s)", ylabel="step", xlim=(0, None), ylim=(0, None))
     axes.legend(loc="upper left")
     return figure
 
