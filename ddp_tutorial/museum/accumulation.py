@@ -171,7 +171,8 @@ ACCUMULATION = (
     ),
     Exhibit(
         "gradients",
-        "Micro-batches are summed instead of averaged: the effective learning rate grows with their number.",
+        "Micro-batch gradients are summed instead of averaged, so the effective learning rate grows with the number "
+        "of micro-batches.",
         "No symptom, or the loss diverges.",
         adds_micro_batches_up,
         averages_micro_batches,
@@ -180,7 +181,8 @@ ACCUMULATION = (
     ),
     Exhibit(
         "gradients",
-        "`i % accumulate == 0` is true for the first micro-batch: it gets its own step, and the last ones get none.",
+        "`i % accumulate == 0` is true for the first micro-batch, so the program takes a step after this micro-batch, "
+        "but not after the last one.",
         "No symptom.",
         steps_at_zero,
         steps_at_the_last,
@@ -189,7 +191,7 @@ ACCUMULATION = (
     ),
     Exhibit(
         "gradients",
-        "An epoch ends in the middle of an accumulation, and its remaining gradients are added to the next epoch's.",
+        "An epoch ends during an accumulation, and the remaining gradients are added to the next epoch's gradients.",
         "No symptom.",
         leaks_into_the_next_epoch,
         ends_each_epoch_with_a_step,

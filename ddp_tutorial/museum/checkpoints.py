@@ -317,7 +317,7 @@ def restores_random_numbers_too_early(world: World, folder: Path) -> Result:
 CHECKPOINTS: tuple[Exhibit, ...] = (
     Exhibit(
         "checkpoints",
-        "The checkpoint contains the model but not the optimizer: the momentum starts at zero again.",
+        "The checkpoint contains the model but not the optimizer, so the momentum is reset to zero.",
         "The loss jumps after each restart.",
         forgets_the_optimizer,
         keeps_the_optimizer,
@@ -326,8 +326,8 @@ CHECKPOINTS: tuple[Exhibit, ...] = (
     ),
     Exhibit(
         "checkpoints",
-        "The checkpoint contains the number of the finished epoch, so that the resumed run repeats that epoch.",
-        "No symptom; each restart adds an epoch.",
+        "The resumed run starts at the epoch in the checkpoint, which has already been completed, and repeats it.",
+        "No symptom. Each restart adds an epoch.",
         runs_the_saved_epoch_again,
         resumes_at_the_next_epoch,
         ("cuts",),
@@ -335,7 +335,8 @@ CHECKPOINTS: tuple[Exhibit, ...] = (
     ),
     Exhibit(
         "checkpoints",
-        "The program resumes from the file with the latest modification time, which can be any file after a copy.",
+        "The program resumes from the file with the latest modification time. After the folder is copied, any file can "
+        "have the latest time.",
         "Days of training are repeated.",
         takes_the_newest_file,
         takes_the_last_step,
@@ -344,7 +345,7 @@ CHECKPOINTS: tuple[Exhibit, ...] = (
     ),
     Exhibit(
         "checkpoints",
-        "The program overwrites its checkpoint in place: a crash midway leaves no valid checkpoint.",
+        "The program overwrites its checkpoint in place, so a crash midway leaves no valid checkpoint.",
         "No symptom until a crash at the wrong moment.",
         writes_over_the_last_one,
         writes_beside_the_last_one,
@@ -353,8 +354,9 @@ CHECKPOINTS: tuple[Exhibit, ...] = (
     ),
     Exhibit(
         "checkpoints",
-        "Names saved from the DDP wrapper start with `module.`, and with `strict=False`, loading nothing succeeds.",
-        "The loss starts high again.",
+        "Parameter names saved from the DDP wrapper start with `module.`. With `strict=False`, `load_state_dict` "
+        "ignores these names and loads nothing.",
+        "After a restart, the loss is as high as in a new run.",
         loads_nothing,
         loads_the_model,
         ("cuts",),
@@ -362,8 +364,8 @@ CHECKPOINTS: tuple[Exhibit, ...] = (
     ),
     Exhibit(
         "checkpoints",
-        "The checkpoint contains a stream's position, but not its shuffle buffer.",
-        "No symptom; some samples are never used.",
+        "The checkpoint contains the position in the data stream, but not the shuffle buffer.",
+        "No symptom. Some samples are never used.",
         drops_the_shuffle_buffer,
         keeps_the_shuffle_buffer,
         ("cuts",),

@@ -271,7 +271,7 @@ def names_one_by_process(world: World) -> Result:
 CONTROL = (
     Exhibit(
         "control",
-        "Each rank stops when its own loss is low enough: one rank leaves the loop, and the others wait for it.",
+        "Each rank stops when its own loss is low enough. One rank leaves the loop, and the other ranks wait for it.",
         "With some seeds, the run hangs near the end.",
         stops_on_its_own_loss,
         stops_on_the_loss_of_all,
@@ -280,8 +280,8 @@ CONTROL = (
     ),
     Exhibit(
         "control",
-        "Rank 0 aborts a trial with an exception and handles it, but does not inform the other ranks.",
-        "A hang, although rank 0's log reports no problem.",
+        "Rank 0 aborts a trial by raising and catching an exception, but does not inform the other ranks.",
+        "The run hangs, although rank 0's log reports no problem.",
         prunes_on_rank_zero,
         prunes_together,
         ("hang",),
@@ -289,8 +289,8 @@ CONTROL = (
     ),
     Exhibit(
         "control",
-        "The number of steps depends on the length of the rank's own shard, and shards have different lengths.",
-        "A hang at the end of the first epoch.",
+        "Each rank derives the number of steps from its own shard, and the shards have different lengths.",
+        "The run hangs at the end of the first epoch.",
         counts_its_own_batches,
         counts_what_all_have,
         ("hang",),
@@ -298,9 +298,9 @@ CONTROL = (
     ),
     Exhibit(
         "control",
-        "The program handles DDP's `Expected to have finished reduction` like a bad batch. Then the ranks are out of "
-        "step.",
-        "A hang far from the cause, or no symptom.",
+        "The program skips a batch if DDP raises `Expected to have finished reduction`, so the ranks no longer take "
+        "the same steps.",
+        "The run hangs far from the cause, or there is no symptom.",
         swallows_unfinished_reductions,
         looks_for_unused_parameters,
         ("drift", "hang"),
@@ -308,8 +308,8 @@ CONTROL = (
     ),
     Exhibit(
         "control",
-        "The program counts and ignores up to five errors in steps.",
-        "The model misses batches, or the run hangs.",
+        "The program ignores up to five errors in training steps.",
+        "Some batches are skipped, or the run hangs.",
         continues_after_any_error,
         ends_at_an_error,
         ("errors",),
@@ -326,7 +326,7 @@ CONTROL = (
     ),
     Exhibit(
         "control",
-        "Each rank derives the run name from its own clock, so a run may have one folder or two.",
+        "Each rank derives the run name from its own clock, so the ranks may use different folders.",
         "Half of the files are in a different folder.",
         names_a_folder_each,
         names_one_folder,

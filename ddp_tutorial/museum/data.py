@@ -235,7 +235,7 @@ SAMPLES = (
     Exhibit(
         "data",
         "Without `set_epoch`, `DistributedSampler` shuffles with the same seed in every epoch.",
-        "No symptom: the model sees the same batches in every epoch.",
+        "No symptom. The model sees the same batches in every epoch.",
         never_sets_the_epoch,
         sets_the_epoch,
         ("epochs",),
@@ -243,8 +243,8 @@ SAMPLES = (
     ),
     Exhibit(
         "data",
-        "The seed differs by rank before the split into training and test samples: one rank trains on the test samples "
-        "of a different rank.",
+        "The random split into training and test samples uses a different seed on each rank, so a rank trains on "
+        "other ranks' test samples.",
         "The test loss is too low.",
         splits_by_rank,
         splits_alike,
@@ -253,8 +253,8 @@ SAMPLES = (
     ),
     Exhibit(
         "data",
-        "The dataset is already sharded, and a sampler shards it again: half of the samples are never used.",
-        "Epochs are twice as fast.",
+        "A sampler shards a dataset that is already sharded, so half of the samples are never used.",
+        "An epoch takes half of the expected time.",
         deals_twice,
         deals_once,
         ("once",),
@@ -263,7 +263,7 @@ SAMPLES = (
     Exhibit(
         "data",
         "Without a sampler, each rank reads the whole dataset, and all ranks do the same work.",
-        "The replicas are equal, but two ranks are no faster than one.",
+        "The replicas are identical, but two ranks are no faster than one.",
         reads_all_on_each_rank,
         reads_its_share,
         ("once", "copies"),
@@ -272,7 +272,7 @@ SAMPLES = (
     Exhibit(
         "data",
         "All ranks use the same seed, so dropout draws the same mask on each rank.",
-        "No visible symptom: the noise does not average out.",
+        "No visible symptom. The noise does not average out.",
         draws_the_same_noise,
         draws_its_own_noise,
         ("copies",),
@@ -280,7 +280,8 @@ SAMPLES = (
     ),
     Exhibit(
         "data",
-        "`DistributedSampler` repeats samples until all ranks have the same number; the test loss counts them twice.",
+        "`DistributedSampler` repeats samples so that all shards have the same length. The test loss counts the "
+        "repeated samples twice.",
         "The test loss depends on the number of ranks.",
         evaluates_padding,
         evaluates_each_sample,

@@ -335,9 +335,9 @@ def averages_unequal_batches(world: World) -> Result:
 GRADIENTS = (
     Exhibit(
         "gradients",
-        "With accumulation, a `register_hook` hook receives the gradient of this micro-batch, not the sum so far: the "
-        "ranks average the last micro-batch only.",
-        "The loss falls without an error. With one micro-batch, the gradients are right.",
+        "A `register_hook` hook receives the current micro-batch's gradient, not the accumulated gradient. The ranks "
+        "average only the last micro-batch's gradient.",
+        "The loss falls without an error. With one micro-batch, the gradients are correct.",
         reduces_the_last_micro_batch,
         reduces_what_was_accumulated,
         ("drift", "one process"),
@@ -345,8 +345,8 @@ GRADIENTS = (
     ),
     Exhibit(
         "gradients",
-        "A `register_post_accumulate_grad_hook` hook receives the parameter. If it treats the parameter as the "
-        "gradient, it averages the weights, and each rank steps with its own gradient.",
+        "A `register_post_accumulate_grad_hook` hook receives the parameter. This hook treats the parameter as a "
+        "gradient, so the ranks average their weights, but not their gradients.",
         "The loss falls almost as expected.",
         averages_weights,
         averages_gradients,
@@ -355,8 +355,8 @@ GRADIENTS = (
     ),
     Exhibit(
         "gradients",
-        "Losses are summed over samples, but DDP averages over ranks: every additional rank shrinks the gradient.",
-        "Two ranks learn more slowly than one.",
+        "The loss is a sum over samples, but DDP averages over ranks, so every additional rank shrinks the gradient.",
+        "The loss falls more slowly with two ranks than with one.",
         sums_the_loss,
         divides_the_sum_by_all_samples,
         ("one process",),
@@ -364,7 +364,7 @@ GRADIENTS = (
     ),
     Exhibit(
         "gradients",
-        "Clipping runs before `unscale_`: it clips gradients that are still scaled, by default by 65,536.",
+        "Clipping runs before `unscale_`, when the gradients are still multiplied by the scale (by default, 65,536).",
         "The model learns as slowly as with a tiny learning rate.",
         clips_before_unscaling,
         clips_after_unscaling,
@@ -373,9 +373,9 @@ GRADIENTS = (
     ),
     Exhibit(
         "gradients",
-        "DDP registers the parameters that require a gradient at construction. It never averages parameters that are "
-        "unfrozen or added later.",
-        "No symptom; the checkpoint contains rank 0's layer.",
+        "The DDP constructor registers the parameters that require gradients. DDP never averages the gradients of "
+        "parameters that are unfrozen or added later.",
+        "No symptom. The checkpoint contains rank 0's layer.",
         unfreezes_after_wrapping,
         unfreezes_before_wrapping,
         ("drift", "one process"),
@@ -383,8 +383,8 @@ GRADIENTS = (
     ),
     Exhibit(
         "gradients",
-        "On a CPU, the model is not wrapped, although the script runs on several ranks: each rank trains on its own.",
-        "No symptom, and the ranks are fast.",
+        "On CPUs, the program does not wrap the model in DDP, so each rank trains its own model.",
+        "No symptom. Steps are fast, because the ranks do not communicate.",
         wraps_on_gpus_only,
         wraps_everywhere,
         ("drift", "one process"),
@@ -392,8 +392,8 @@ GRADIENTS = (
     ),
     Exhibit(
         "gradients",
-        "The forward pass calls `model.module`, not the DDP wrapper: DDP averages no gradients.",
-        "No symptom; the checkpoint contains rank 0's model, trained on rank 0's samples.",
+        "The forward pass calls `model.module` instead of the DDP wrapper, so DDP does not average the gradients.",
+        "No symptom. The checkpoint contains rank 0's model, which was trained only on rank 0's samples.",
         goes_past_the_wrapper,
         calls_the_wrapper,
         ("drift", "one process"),

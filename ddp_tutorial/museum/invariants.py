@@ -24,7 +24,7 @@ import os
 import re
 import tempfile
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -40,18 +40,18 @@ from ddp_tutorial.processes.launcher import launch
 from ddp_tutorial.world import World
 
 INVARIANTS = {
-    "hang": "all ranks enter the same collectives, and return",
-    "drift": "the replicas are equal after each step",
+    "hang": "all ranks enter the same collectives and return",
+    "drift": "the replicas are identical after each step",
     "copies": "no two ranks use the same samples or random numbers",
     "agreement": "all ranks return the same results",
     "one process": "the results do not depend on the number of ranks",
-    "division": "the results do not depend on micro-batches or the loss scale",
-    "once": "each sample is trained on once per epoch, or is in the validation set of all ranks",
-    "epochs": "a program that shuffles uses a different order in each epoch",
-    "errors": "an error or a stop signal is reported, or does not change the results",
-    "cuts": "after a kill at any time, a resumed run is bitwise identical, and repeats no saved step",
-    "best": "the best model is kept",
-    "check": "a check reports a difference on any rank, on all ranks",
+    "division": "the results do not depend on the number of micro-batches or the loss scale",
+    "once": "each sample is used once per training epoch, or is in every rank's validation set",
+    "epochs": "if the program shuffles, each epoch uses a different order",
+    "errors": "an error or a stop signal that changes the results is reported",
+    "cuts": "a killed and resumed run is bitwise identical to an uninterrupted run, and repeats no saved step",
+    "best": "the program keeps the model with the best loss",
+    "check": "if any replica differs, the check fails on all ranks",
 }
 
 _TOLERANCE = 1e-9  # in double precision; summing in a different order changes results by 1e-15
@@ -148,7 +148,7 @@ def _hang(stage: Stage, program: Program) -> str:
     for outcome in outcomes:
         if outcome.hang:
             return re.sub(r'File "[^"]*?([^/"]+)"', r"\1", outcome.hang)
-    return next((f"rank {rank} fails: {each.error}" for rank, each in enumerate(outcomes) if each.error), "")
+    return next((f"rank {rank} fails with {each.error}" for rank, each in enumerate(outcomes) if each.error), "")
 
 
 def _drift(stage: Stage, program: Program) -> str:
@@ -226,10 +226,10 @@ def _equal(first: Any, second: Any) -> bool:
 def _describe_difference(first: Any, second: Any, of_first: str, of_second: str) -> str:
     if isinstance(first, torch.Tensor):
         if first.shape != second.shape:
-            return f"{len(first)} numbers with {of_first}, {len(second)} with {of_second}"
-        return f"up to {(first - second).abs().max():.2g} apart, {of_first} and {of_second}"
+            return f"{len(first)} values for {of_first}, {len(second)} for {of_second}"
+        return f"differences of up to {(first - second).abs().max():.2g} between {of_first} and {of_second}"
     if isinstance(first, float):
-        return f"{first:.4g} with {of_first}, {second:.4g} with {of_second}"
+        return f"{first:.4g} for {of_first}, {second:.4g} for {of_second}"
     return f"{of_first} and {of_second} return different values"
 
 
@@ -240,12 +240,14 @@ def _once(stage: Stage, program: Program) -> str:
     seen = Counter(number for each in results for number in each["seen"])
     for rank, each in enumerate(results):
         if both := sorted(set(each.get("held_out", ())) & set(seen)):
-            return f"rank {rank} has {len(both)} validation samples that are also trained on, such as {both[0]}"
+            return (
+                f"{len(both)} of rank {rank}'s validation samples are also training samples, such as sample {both[0]}"
+            )
     if often := [number for number, times in seen.items() if times > 1]:
-        return f"{len(often)} samples are used more than once, such as {often[0]}"
+        return f"{len(often)} samples are used more than once, such as sample {often[0]}"
     held_out = {number for each in results for number in each.get("held_out", ())}
     if never := set(range(len(DATA))) - set(seen) - held_out:
-        return f"{len(never)} samples are never used, such as {min(never)}"
+        return f"{len(never)} samples are never used, such as sample {min(never)}"
     return ""
 
 
@@ -271,8 +273,8 @@ def _errors(stage: Stage, program: Program) -> str:
         if outcome.was_struck and outcome.exit_code == 0:
             if outcome.error:
                 return f"{what}: the program exits with code 0 after {outcome.steps} of {whole.steps} steps"
-            if alarm := _difference(_claims(whole), _claims(outcome), "without", "with it"):
-                return f"{what} is not reported, and {alarm}"
+            if alarm := _difference(_claims(whole), _claims(outcome), "an undisturbed run", "this run"):
+                return f"{what} is not reported, but changes the results ({alarm})"
     return ""
 
 
@@ -288,9 +290,13 @@ def _cuts(stage: Stage, program: Program) -> str:
         folders = _folders(Path(scratch))
         whole = stage.play(program, next(folders), alone=True)[0]
         cuts = [(f"killed after step {step}", cut_after_step(step), False) for step in range(1, whole.steps + 1)]
-        cuts += [(f"killed in write {k}", cut_in_write(k), False) for k in range(1, len(whole.saves) + 1)]
+        cuts += [(f"killed during write {k}", cut_in_write(k), False) for k in range(1, len(whole.saves) + 1)]
         if whole.steps:
-            last = (f"killed after step {whole.steps}, its folder copied", cut_after_step(whole.steps), True)
+            last = (
+                f"killed after step {whole.steps}, folder copied before the restart",
+                cut_after_step(whole.steps),
+                True,
+            )
             cuts.append(last)
         for what, around, copied in cuts:
             folder = next(folders)
@@ -313,15 +319,15 @@ def _folders(scratch: Path) -> Iterator[Path]:
 
 def _after_a_cut(whole: Outcome, first: Outcome, second: Outcome) -> str:
     if second.error:
-        return f"the restart fails, {second.error.splitlines()[0][:90]}"
+        return f"the restart fails with {second.error.splitlines()[0][:90]}"
     for name, value in _claims(whole).items():
         other = second.result.get(name)
         same = torch.equal(value, other) if isinstance(value, torch.Tensor) else value == other
         if not same:
-            return f"{name}: {_describe_difference(value, other, 'uninterrupted', 'resumed')}"
+            return f"{name}: {_describe_difference(value, other, 'the uninterrupted run', 'the resumed run')}"
     saved = max((steps for steps in first.saves if steps < first.steps), default=0)
     if second.steps > whole.steps - saved:
-        return f"step {saved} was saved, but the restart takes {second.steps} of {whole.steps} steps"
+        return f"step {saved} was saved, but the resumed run executes {second.steps} of the {whole.steps} steps"
     return ""
 
 
@@ -353,7 +359,7 @@ def _best(stage: Stage, program: Program) -> str:
         best = min(loss for loss in losses if not math.isnan(loss))
         formatted = ", ".join(f"{loss:g}" for loss in losses)
         if losses[kept] != best:
-            return f"of the losses {formatted}, the program keeps the model of {losses[kept]:g}"
+            return f"for the losses {formatted}, the program keeps the model with loss {losses[kept]:g}"
     return ""
 
 
@@ -365,15 +371,19 @@ def _check(stage: Stage, program: Program) -> str:
             if stage.world.rank == changed_rank:
                 tensors[name].view(-1)[0] += 0.001
             outcomes = stage.play(program, model, optimizer)
-            what = "equal replicas" if changed_rank is None else f"{name} differs on rank {changed_rank}"
+            what = "the replicas are identical" if changed_rank is None else f"{name} differs on rank {changed_rank}"
             if any(each.hang for each in outcomes):
-                return f"{what}: the ranks wait for each other"
+                return f"{what}, and the check hangs"
             passed = [bool(each.result) and not each.error for each in outcomes]
             if passed != [changed_rank is None] * len(passed):
                 wrong = [rank for rank, each in enumerate(passed) if each != (changed_rank is None)]
-                alarm = "an alarm" if changed_rank is None else "no alarm"
-                return f"{what}: {alarm} on rank {', '.join(map(str, wrong))}"
+                verdict = "fails" if changed_rank is None else "passes"
+                return f"{what}, but the check {verdict} on {_describe_ranks(wrong)}"
     return ""
+
+
+def _describe_ranks(ranks: Sequence[int]) -> str:
+    return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))}"
 
 
 def _replica() -> tuple[nn.Module, torch.optim.Optimizer, dict[str, torch.Tensor]]:

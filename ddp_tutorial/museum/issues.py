@@ -1,8 +1,8 @@
-"""Public issues and pull requests about the museum's bugs, from PyTorch and from well-known programs."""
+"""Public issues and pull requests about the museum's bugs, from PyTorch and other well-known projects."""
 
 _GITHUB = "https://github.com/"
 
-# URLs by exhibit. Each thread reports the bug or describes its consequence. Several bugs were fixed long ago.
+# URLs by exhibit. Each thread reports the bug or its consequences. Several of these bugs were fixed long ago.
 ISSUES = {
     name: _GITHUB + thread
     for name, thread in {

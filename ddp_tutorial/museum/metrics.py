@@ -276,7 +276,7 @@ METRICS = (
     Exhibit(
         "metrics",
         "The evaluation loss is divided by the number of accumulation steps, like the training loss.",
-        "More micro-batches seem to give a better model.",
+        "The model seems to improve with the number of micro-batches.",
         divides_by_accumulation,
         divides_by_samples_only,
         ("division",),
@@ -293,7 +293,7 @@ METRICS = (
     ),
     Exhibit(
         "metrics",
-        "`metrics.get(name) or default`: a metric of 0.0 counts as missing.",
+        "`metrics.get(name) or default` treats a metric of 0.0 as missing.",
         "The best model is not kept.",
         takes_zero_for_nothing,
         takes_zero_for_zero,
@@ -302,8 +302,8 @@ METRICS = (
     ),
     Exhibit(
         "metrics",
-        "The program deletes the oldest saved model, even if it is the best one.",
-        "The best loss in the log has no saved model.",
+        "The program deletes the oldest saved model, even if it is the best model.",
+        "No saved model has the best loss in the log.",
         keeps_the_newest,
         keeps_the_best,
         ("best",),
@@ -311,7 +311,7 @@ METRICS = (
     ),
     Exhibit(
         "metrics",
-        "Only rank 0 compares its weights with those that rank 0 sent.",
+        "Only rank 0 compares its weights with the weights that rank 0 broadcast.",
         "The check always passes.",
         compares_with_itself,
         compares_with_rank_zero,
@@ -320,7 +320,7 @@ METRICS = (
     ),
     Exhibit(
         "metrics",
-        "The comparison finds tensors only two levels deep, but the optimizer's tensors are deeper.",
+        "The comparison finds tensors only two levels deep, but the optimizer's tensors are nested more deeply.",
         "The check passes although the momentum drifts.",
         looks_two_levels_deep,
         looks_all_the_way_down,
@@ -330,7 +330,7 @@ METRICS = (
     Exhibit(
         "metrics",
         "The rank that finds a difference stops comparing, and the other ranks wait for it in the next collective.",
-        "A hang instead of an error.",
+        "The check hangs instead of reporting an error.",
         returns_where_it_differs,
         returns_when_all_have_compared,
         ("check",),
