@@ -26,6 +26,9 @@ from ddp_tutorial.slurm.step import has_gpu_per_task, world_of_step
 # The default timeout of a collective.
 COLLECTIVE_TIMEOUT = timedelta(minutes=10)
 _INIT_BARRIER = "TORCH_DIST_INIT_BARRIER"
+# NCCL 2.30 and later let ranks share a GPU if this variable is 1:
+# https://docs.nvidia.com/deeplearning/nccl/user-guide/docs/env.html#nccl-multi-rank-gpu-enable
+NCCL_SHARES_GPUS = "NCCL_MULTI_RANK_GPU_ENABLE"
 
 
 @dataclass(frozen=True)
@@ -141,7 +144,9 @@ def choose_device(
     if device == "cpu":
         return torch.device("cpu")
     gpus = torch.cuda.device_count() if gpus is None else gpus
-    may_share = one_gpu_per_task or (device == "cuda" and backend == "gloo")
+    may_share = one_gpu_per_task or (
+        device == "cuda" and (backend == "gloo" or os.environ.get(NCCL_SHARES_GPUS) == "1")
+    )
     if gpus >= local_size or (gpus and may_share):
         return torch.device("cuda", local_rank % gpus)
     if device == "cuda":
@@ -224,7 +229,8 @@ def process_group(world: World) -> Iterator[World]:
             abandon_group(world)
             hosts.raise_if_lost(error, peers, world.rank)
             raise
-        dist.destroy_process_group()
+        if dist.is_initialized():  # the control thread of a live rank may have aborted the group
+            dist.destroy_process_group()
 
 
 def _require_same(world: World) -> None:

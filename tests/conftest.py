@@ -1,5 +1,6 @@
 """Fixtures and settings of all tests."""
 
+import os
 import signal
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,6 +11,7 @@ import torch.multiprocessing
 from hypothesis import settings
 
 import forked
+from ddp_tutorial.world import NCCL_SHARES_GPUS
 from skips import pytest_make_collect_report, pytest_runtest_makereport  # noqa: F401  # hooks
 
 ROOT = Path(__file__).parent.parent  # the root of the repository
@@ -43,6 +45,8 @@ def ranks_are_spawned_where_marked(request: pytest.FixtureRequest, monkeypatch: 
 def gpus_are_there(request: pytest.FixtureRequest) -> None:
     if mark := request.node.get_closest_marker("cuda"):
         wanted, found = mark.kwargs.get("gpus", 1), torch.cuda.device_count()
+        if os.environ.get(NCCL_SHARES_GPUS) == "1":  # two ranks can share each GPU
+            found *= 2
         if found < wanted:
             pytest.skip(f"needs {wanted} GPU(s) that torch can use, found {found}")
 
