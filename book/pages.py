@@ -21,7 +21,7 @@ BOOK = Path(__file__).parent
 README = BOOK.parent / "README.md"
 GLOSSARY = BOOK / "glossary.md"
 GUIDES = ("installation", "user_guide", "launching", "strategies", "planning", "coming_from", "troubleshooting")
-REFERENCE = ("book/configuration", "api/index", "book/glossary", "book/benchmarks", "genindex")
+REFERENCE = ("book/configuration", "api/index", "book/glossary", "book/benchmarks", "book/gpus", "genindex")
 PROJECT = ("threat_model", "contributing")
 
 

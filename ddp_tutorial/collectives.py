@@ -65,11 +65,18 @@ def all_reduce_means(world: World, means: list[Mean]) -> list[float]:
 def to_vector(values: Sequence[float | torch.Tensor], device: torch.device) -> torch.Tensor:
     """Return the values as one float64 tensor.
 
-    Tensors on a GPU are not copied to the CPU, because the copy would wait for the kernels that compute the tensors.
+    On a GPU, nothing is copied between the CPU and the GPU, because a copy would wait for the GPU's running kernels.
     """
     if device.type == "cpu":
         return torch.tensor([float(value) for value in values], dtype=torch.float64)
-    return torch.stack([torch.as_tensor(value, dtype=torch.float64, device=device).view(()) for value in values])
+    return torch.stack(
+        [
+            value.to(device, torch.float64).view(())
+            if isinstance(value, torch.Tensor)
+            else torch.full((), value, dtype=torch.float64, device=device)
+            for value in values
+        ]
+    )
 
 
 def any_rank(world: World, flag: bool) -> bool:

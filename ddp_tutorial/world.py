@@ -72,6 +72,14 @@ class World:
         """Whether this is rank 0, which writes files and logs for all ranks."""
         return self.rank == 0
 
+    @property
+    def message_device(self) -> torch.device:
+        """The device of tensors that one rank sends to another. gloo cannot send tensors from a GPU's memory.
+
+        See "Backends" in https://docs.pytorch.org/docs/stable/distributed.html.
+        """
+        return torch.device("cpu") if self.backend == "gloo" else self.device
+
     @staticmethod
     def detect(
         environ: Mapping[str, str] = os.environ,
@@ -125,7 +133,8 @@ def choose_device(
 ) -> torch.device:
     """Return a GPU if the machine has a GPU for each of its ranks, and the CPU otherwise.
 
-    If there are fewer GPUs than ranks, the ranks share the GPUs only if the device is "cuda" and the backend is "gloo".
+    If there are fewer GPUs than ranks, the ranks share the GPUs only if the device is "cuda" and the backend permits
+    it. gloo does, and NCCL 2.30 does if the environment variable NCCL_MULTI_RANK_GPU_ENABLE is 1.
 
     Args:
         device: "auto", "cpu", or "cuda".
@@ -144,16 +153,15 @@ def choose_device(
     if device == "cpu":
         return torch.device("cpu")
     gpus = torch.cuda.device_count() if gpus is None else gpus
-    may_share = one_gpu_per_task or (
-        device == "cuda" and (backend == "gloo" or os.environ.get(NCCL_SHARES_GPUS) == "1")
-    )
+    permitted = backend == "gloo" or os.environ.get(NCCL_SHARES_GPUS) == "1"
+    may_share = one_gpu_per_task or (device == "cuda" and permitted)
     if gpus >= local_size or (gpus and may_share):
         return torch.device("cuda", local_rank % gpus)
     if device == "cuda":
-        sharing = ", or use backend='gloo', which allows ranks to share a GPU" if gpus else ""
+        sharing = f". Ranks can share a GPU with backend='gloo', or with NCCL 2.30 and {NCCL_SHARES_GPUS}=1"
         raise ConfigError(
             f"device='cuda' requires one GPU for each of the {local_size} ranks on this machine, got {gpus}. "
-            f"Use device='cpu', or start at most one rank per GPU{sharing}."
+            f"Use device='cpu', or start at most one rank per GPU{sharing if gpus else ''}."
         )
     return torch.device("cpu")
 

@@ -1,10 +1,11 @@
 """Tests that require a GPU: `pytest -m cuda`. Two ranks share one GPU over gloo, so one GPU is enough for most of them.
 
-These tests were written on machines without a GPU, and have run on emulated GPUs only (`make test-emulated-gpu`).
+They run on emulated GPUs with `make test-emulated-gpu`, and were run once on a real GPU (book/gpus.md).
 """
 
 import os
 import time
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from ddp_tutorial.phases import Stopwatch, observe, phase
 from ddp_tutorial.processes.launcher import RankError, launch
 from ddp_tutorial.rng import seeded_rng
 from ddp_tutorial.training.config import ModelConfig, TaskConfig
-from ddp_tutorial.training.tasks import train
+from ddp_tutorial.training.tasks import make_trainer, train
 from ddp_tutorial.world import World
 from ranks import watched
 
@@ -77,6 +78,27 @@ def test_seeding_without_a_device_does_not_affect_gpus() -> None:
     with seeded_rng(1):
         torch.rand(1)
     assert torch.equal(torch.cuda.get_rng_state(), before)
+
+
+def waits_in_ten_steps(world: World) -> int:
+    config = SMALL.model_copy(
+        update={"steps": 100, "log_every": 10, "checkpoint": SMALL.checkpoint.model_copy(update={"every": 0})}
+    )
+    trainer = make_trainer(config, world)
+    for _ in range(4):
+        trainer.step()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        torch.cuda.set_sync_debug_mode("warn")
+        for _ in range(10):
+            trainer.step()
+        torch.cuda.set_sync_debug_mode("default")
+    return sum("called a synchronizing" in str(each.message) for each in caught)
+
+
+def test_a_step_waits_for_the_gpu_three_times_for_its_totals_norm_and_log() -> None:
+    [waits] = launch(waits_in_ten_steps, 1, **SHARED)
+    assert waits <= 3 * 10
 
 
 def transfers(world: World) -> list[float]:

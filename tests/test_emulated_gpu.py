@@ -192,7 +192,39 @@ def test_synchronization_with_the_host_is_detected(wait: str) -> None:
         torch.cuda.set_sync_debug_mode("default")
 
 
-# -------------------------------------------------------------------------------------------------------------- NCCL
+# ------------------------------------------------------------------------------------------------------ communication
+
+
+def send_between_gpus_with_gloo(world: World) -> tuple[str, float]:
+    received = torch.zeros(1)
+    if world.rank == 0:
+        refused = error_of(lambda: dist.send(torch.ones(1, device=world.device), 1))
+        dist.send(torch.ones(1, device=world.device).to(world.message_device), 1)
+    else:
+        refused = error_of(lambda: dist.recv(torch.ones(1, device=world.device), 0))
+        dist.recv(received, 0)
+    return refused, received.item()
+
+
+def test_gloo_does_not_send_from_the_memory_of_a_gpu() -> None:
+    options: dict[str, Any] = {"device": "cuda", "backend": "gloo", "echo": False, "timeout": 120}
+    (from_0, _), (from_1, received) = launch(send_between_gpus_with_gloo, 2, **options)
+    assert "Bad address" in from_0
+    assert "Bad address" in from_1
+    assert received == 1
+
+
+def first_collective(world: World) -> float:
+    start = time.monotonic()
+    if world.rank == 1:
+        time.sleep(1)
+    dist.all_reduce(torch.ones(1, device=world.device))
+    return time.monotonic() - start
+
+
+def test_the_first_collective_of_nccl_returns_when_all_ranks_have_called_it() -> None:
+    options: dict[str, Any] = {"device": "cuda", "backend": "nccl", "echo": False, "timeout": 120}
+    assert min(launch(first_collective, 2, **options)) > 0.9
 
 
 def collectives_with_mistakes(world: World, folder: str) -> dict[str, Any]:
@@ -201,6 +233,7 @@ def collectives_with_mistakes(world: World, folder: str) -> dict[str, Any]:
         "on the CPU": error_of(lambda: dist.all_reduce(torch.ones(1))),
         "on the other GPU": error_of(lambda: dist.all_reduce(torch.ones(1, device=other))),
     }
+    dist.all_reduce(torch.ones(1, device=world.device))  # connects the ranks, and returns when both have called it
     summed, read = torch.ones(2, device=world.device), Path(folder, "read")
     if world.rank == 1:  # joins when rank 0 has read
         while not read.exists():
@@ -228,6 +261,7 @@ def test_mistakes_with_nccl_are_detected(workdir: Path) -> None:
 
 
 def skip_a_collective(world: World) -> None:
+    dist.all_reduce(torch.ones(1, device=world.device))
     if world.rank == 0:
         dist.all_reduce(torch.ones(1, device=world.device))
         torch.cuda.synchronize()

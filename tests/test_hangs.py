@@ -20,7 +20,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from ddp_tutorial.benches import hangs as bench
-from ddp_tutorial.debug import CollectiveError, hangs, watching
+from ddp_tutorial.debug import CollectiveError, hangs, recorder, watching
 from ddp_tutorial.debug.hangs import Diagnosis, RankStatus, diagnose
 from ddp_tutorial.debug.recorder import Call, Line, calls
 from ddp_tutorial.processes.errors import RankError, RankTimeoutError
@@ -402,6 +402,17 @@ def test_one_rank_reports_a_hang_and_the_others_wait_for_it(
     monkeypatch.setattr(hangs, "exit_with", lambda error: done.append(type(error)))
     watch._answer()
     assert done == [hangs.REPORT_SECONDS] * waits + [CollectiveError]
+
+
+def test_a_rank_that_nccl_still_connects_to_the_others_waits_in_its_first_collective(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """PyTorch enqueues the collective afterward, but has already recorded it. Seen on a GPU with NCCL 2.30."""
+    status = {"0": {"last_enqueued_collective": -1, "last_completed_collective": -1}}
+    first = {"pg_id": 0, "collective_seq_id": 1, "is_p2p": False, "retired": False}
+    monkeypatch.setattr(recorder, "flight_record", lambda **_: {"pg_status": status, "entries": [first]})
+    monkeypatch.setattr(dist, "get_backend", lambda: "nccl")
+    assert recorder.progress() == {"0": (1, -1)}
 
 
 def recorded(world: World) -> list[Call]:

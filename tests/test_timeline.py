@@ -13,6 +13,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
+from torch.autograd import DeviceType
 
 from ddp_tutorial.ddp.buckets import Bucket
 from ddp_tutorial.ddp.config import DDPConfig, LinkConfig
@@ -262,12 +263,26 @@ def test_labels_at_the_ends_of_curves_do_not_overlap() -> None:
     assert min(high - low for low, high in pairwise(heights)) > 0.06
 
 
+def profiled(name: str, start: float, end: float, device: DeviceType = DeviceType.CPU) -> Any:
+    """Return an event of PyTorch's profiler, with times in microseconds."""
+    return SimpleNamespace(name=name, time_range=SimpleNamespace(start=start, end=end), device_type=device)
+
+
 def test_phases_of_other_threads_do_not_affect_the_profiler_clock() -> None:
     """A separate thread writes checkpoints, which the profiler does not record."""
-    seen = SimpleNamespace(name="forward", time_range=SimpleNamespace(start=1e6, end=2e6))
+    seen = profiled("forward", 1e6, 2e6)
     spans = [Span("phases", "forward", 11.0, 12.0), Span("phases", "save: write", 11.2, 11.4)]
     recorder = Recorder("torch's own")
     recorder.spans.extend(spans)
-    reduced = SimpleNamespace(name="gloo:all_reduce", time_range=SimpleNamespace(start=1.25e6, end=1.5e6))
-    add_transfers_of_torch(recorder, [seen, reduced])
+    add_transfers_of_torch(recorder, [seen, profiled("gloo:all_reduce", 1.25e6, 1.5e6)])
     assert [(span.start, span.end) for span in recorder.spans if span.name == "bucket 0"] == [(11.25, 11.5)]
+
+
+def test_events_on_a_gpu_do_not_affect_the_profiler_clock() -> None:
+    """The profiler records a phase twice: when the CPU starts the kernels, and when the GPU runs them."""
+    recorder = Recorder("torch's own")
+    recorder.spans.append(Span("phases", "forward", 11.0, 12.0))
+    events = [profiled("forward", 1e6, 2e6), profiled("nccl:all_reduce", 1.25e6, 1.5e6)]
+    events += [profiled("forward", 1.1e6, 3e6, DeviceType.CUDA), profiled("nccl:all_reduce", 2e6, 3e6, DeviceType.CUDA)]
+    add_transfers_of_torch(recorder, events)
+    assert [(span.start, span.end) for span in recorder.spans if span.name.startswith("bucket")] == [(11.25, 11.5)]

@@ -17,8 +17,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from ddp_tutorial.compat import abort_process_group
 from ddp_tutorial.config import ConfigError
 from ddp_tutorial.environment import cores, describe_environment, memory
+from ddp_tutorial.processes.launcher import launch
 from ddp_tutorial.slurm.nodes import node_names, tasks_per_node
 from ddp_tutorial.world import (
     World,
@@ -202,6 +204,30 @@ def test_too_few_gpus_and_unknown_devices_are_rejected():
     assert choose_device("cpu", gpus=8) == torch.device("cpu")
 
 
+def test_ranks_share_a_gpu_with_gloo_or_if_nccl_permits_it(monkeypatch):
+    for backend in ("gloo", "nccl"):
+        if backend == "nccl":
+            with pytest.raises(ValueError, match="NCCL_MULTI_RANK_GPU_ENABLE=1"):
+                choose_device("cuda", 1, 2, gpus=1, backend=backend)
+            monkeypatch.setenv("NCCL_MULTI_RANK_GPU_ENABLE", "1")
+        assert choose_device("cuda", 1, 2, gpus=1, backend=backend) == torch.device("cuda", 0)
+
+
+def test_gloo_sends_from_the_memory_of_the_cpu():
+    gpu = torch.device("cuda", 0)
+    assert World(device=gpu, backend="gloo").message_device == torch.device("cpu")
+    assert World(device=gpu, backend="nccl").message_device == gpu
+
+
+def abort(world):
+    abort_process_group()
+    return world.rank
+
+
+def test_a_group_that_was_aborted_inside_the_block_is_not_destroyed_again():
+    assert launch(abort, 2, device="cpu", echo=False) == [0, 1]
+
+
 FOUR_TASKS = {
     "SLURM_JOB_ID": "7",
     "SLURM_STEP_ID": "0",
@@ -253,7 +279,7 @@ def test_device_and_backend_are_independent_and_gloo_shares_gpus():
     assert found("cuda", "auto", 4) == found("auto", "nccl", 4) == ("cuda:3", "nccl")
     assert found("auto", "gloo", 1) == found("cpu", "auto", 4) == ("cpu", "gloo")
     with pytest.raises(
-        ConfigError, match=r"requires one GPU for each of the 4 ranks .* got 2.*or use backend='gloo', which"
+        ConfigError, match=r"requires one GPU for each of the 4 ranks .* got 2.*can share a GPU with backend='gloo'"
     ):
         found("cuda", "nccl", 2)
     with pytest.raises(ConfigError, match=r"got 0\. Use device='cpu', or start at most one rank per GPU\.$"):
@@ -272,6 +298,7 @@ def test_a_rank_that_fails_does_not_wait_for_its_nccl_work(monkeypatch):
     done = []
     for name in ("init_process_group", "destroy_process_group"):
         monkeypatch.setattr(dist, name, lambda name=name, **_: done.append(name))
+    monkeypatch.setattr(dist, "is_initialized", lambda: done[-1:] == ["init_process_group"])
     monkeypatch.setattr(dist.distributed_c10d, "_abort_process_group", lambda: done.append("abort"))
     monkeypatch.setattr(torch.cuda, "set_device", lambda _: None)
     world = World(1, 2, 1, 2, device=torch.device("cuda", 1))

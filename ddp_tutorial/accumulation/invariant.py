@@ -171,15 +171,16 @@ def add_across_ranks(world: World, vector: torch.Tensor) -> torch.Tensor:
 
     The number of ranks must be a power of two.
     """
-    theirs = torch.empty_like(vector)
+    theirs = torch.empty_like(vector, device=world.message_device)
     distance = world.size
     while distance > 1:
         distance //= 2
         other = world.rank ^ distance
-        sends_and_receives = [dist.P2POp(dist.irecv, theirs, other), dist.P2POp(dist.isend, vector, other)]
+        ours = vector.to(world.message_device)
+        sends_and_receives = [dist.P2POp(dist.irecv, theirs, other), dist.P2POp(dist.isend, ours, other)]
         for work in dist.batch_isend_irecv(sends_and_receives):
             work.wait()
-        vector += theirs
+        vector += theirs.to(vector.device)
     return vector
 
 

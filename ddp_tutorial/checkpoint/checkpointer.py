@@ -28,7 +28,7 @@ import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -482,10 +482,18 @@ class _Writer:
 
 def _versions() -> dict[str, str]:
     return {
-        "ddp_tutorial": version("ddp_tutorial"),
+        "ddp_tutorial": _own_version(),
         "torch": torch.__version__,
         "python": platform.python_version(),
     }
+
+
+def _own_version() -> str:
+    """Return the version of the installed package, or "unknown" if the package is only on PYTHONPATH."""
+    try:
+        return version("ddp_tutorial")
+    except PackageNotFoundError:
+        return "unknown"
 
 
 def _copy(value: Any, memory: Any) -> Any:

@@ -188,7 +188,11 @@ def record_torch() -> Iterator[Recorder]:
 
 
 def add_transfers_of_torch(recorder: Recorder, events: Sequence[Any]) -> None:
-    """Add to `recorder` the all-reduces in `events`, which PyTorch's profiler recorded during the same phases."""
+    """Add to `recorder` the all-reduces in `events`, which PyTorch's profiler recorded during the same phases.
+
+    On a GPU, the profiler records each phase twice, on the CPU and on the GPU. The events of the GPU are ignored.
+    """
+    events = [event for event in events if event.device_type == torch.autograd.DeviceType.CPU]
     ahead = _ahead_of_profiler(recorder.spans, events)
     reduced = [event.time_range for event in events if event.name.endswith(":all_reduce")]
     for number, times in enumerate(sorted(reduced, key=lambda times: times.start)):
@@ -246,7 +250,7 @@ def clock_offset(world: World, clock: Callable[[], float] = time.monotonic, roun
 
 
 def _time(world: World, seconds: float = 0.0) -> torch.Tensor:
-    return torch.tensor(seconds, dtype=torch.float64, device=world.device)
+    return torch.tensor(seconds, dtype=torch.float64, device=world.message_device)
 
 
 def arrivals(module: nn.Module, backward: Callable[[], object]) -> dict[str, float]:

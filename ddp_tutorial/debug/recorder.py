@@ -16,6 +16,7 @@ from types import FrameType
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from ddp_tutorial.compat import flight_record
 from ddp_tutorial.processes import rank as rank_module
@@ -80,12 +81,21 @@ def calls(last: int = 200, since: int = 0) -> list[Call]:
 
 
 def progress() -> dict[str, tuple[int, int]]:
-    """Return the sequence numbers of each group's last entered collective and last completed collective."""
-    status = flight_record(entries=False).get("pg_status", {})
-    return {
+    """Return the sequence numbers of each group's last entered collective and last completed collective.
+
+    A group's first NCCL collective connects the ranks, and is not enqueued before all ranks have entered it. If a group
+    has not enqueued a collective, the entries are therefore also read, which takes up to 40 ms.
+    """
+    seen = {
         str(group): (each["last_enqueued_collective"], each["last_completed_collective"])
-        for group, each in status.items()
+        for group, each in flight_record(entries=False).get("pg_status", {}).items()
     }
+    if dist.get_backend() == "nccl" and any(entered == -1 for entered, _ in seen.values()):
+        for entry in flight_record(stacks=False).get("entries", []):
+            group = str(entry["pg_id"])
+            if group in seen and not entry["is_p2p"] and not entry["retired"]:
+                seen[group] = max(seen[group][0], entry["collective_seq_id"]), seen[group][1]
+    return seen
 
 
 def current_lines(thread: int | None = None) -> tuple[Line, ...]:

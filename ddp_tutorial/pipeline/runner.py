@@ -92,7 +92,7 @@ class StageRunner:
         """
         self.table, self.stages, self.loss, self.peers, self.place = table, stages, loss, peers, place
         self.precision, self.seed = precision or Precision(), seed
-        self.device = self.precision.world.device
+        self.device, self.message_device = self.precision.world.device, self.precision.world.message_device
         self.count = 1 + max(action.stage for actions in table for action in actions)  # stages of the full model
         self.number = 0  # completed calls of `run`
         self.ran: list[Timed] = []  # the actions of the last call, with times of the monotonic clock
@@ -213,17 +213,18 @@ class StageRunner:
 
     def _send(self, step: _Step, transfer: Transfer) -> dist.P2POp:
         if transfer.part == "shape":
-            tensor = _header(step.made[transfer.action]).to(self.device)
+            tensor = _header(step.made[transfer.action])
         else:
             tensor = step.made.pop(transfer.action).contiguous()
+        tensor = tensor.to(self.message_device)
         return dist.P2POp(dist.isend, tensor, self.peers[transfer.target], tag=self._tag(transfer))
 
     def _receive(self, step: _Step, transfer: Transfer) -> dist.P2POp:
         if transfer.part == "shape":
-            tensor = torch.empty(_HEADER, dtype=torch.int64, device=self.device)
+            tensor = torch.empty(_HEADER, dtype=torch.int64, device=self.message_device)
         else:
             shape, dtype = self._like(step, transfer)
-            tensor = torch.empty(shape, dtype=dtype, device=self.device)
+            tensor = torch.empty(shape, dtype=dtype, device=self.message_device)
         return dist.P2POp(dist.irecv, tensor, self.peers[transfer.source], tag=self._tag(transfer))
 
     def _like(self, step: _Step, transfer: Transfer) -> Like:
@@ -254,7 +255,7 @@ class StageRunner:
             return None
         work, tensor = step.receiving.pop(message)
         work.wait()
-        return tensor
+        return tensor.to(self.device)
 
     def _tag(self, transfer: Transfer) -> int:
         """Return a tag that is unique within a step."""

@@ -50,6 +50,7 @@ def install() -> None:
     torch.backends.cudnn.enabled = False
     for choice in ("flash", "mem_efficient", "cudnn"):  # attention then consists of ATen operators
         getattr(torch.backends.cuda, f"enable_{choice}_sdp")(False)
+    _refuse_messages_of_gloo()
     library = torch.library.Library("aten", "IMPL")
     _libraries.append(library)
     with warnings.catch_warnings():
@@ -59,6 +60,22 @@ def install() -> None:
             if namespace == "aten" and name not in NATIVE and not _is_view(operator := _operator(name)):
                 library.impl(name, _kernel(name, operator), "CUDA")
         library.impl("copy_", _copy, "CUDA")
+
+
+def _refuse_messages_of_gloo() -> None:
+    """Make gloo fail to send and receive tensors on GPUs, whose memory the operating system cannot read or write."""
+    group = torch._C._distributed_c10d.ProcessGroup
+    for name in ("send", "recv", "recv_anysource"):
+        setattr(group, name, _except_from_gpus(getattr(group, name)))
+
+
+def _except_from_gpus(message: Callable[..., Any]) -> Callable[..., Any]:
+    def communicate(group: Any, tensors: list[torch.Tensor], *rest: Any, **options: Any) -> Any:
+        if tensors[0].is_cuda and group._get_backend(tensors[0].device).name() == "gloo":
+            raise RuntimeError("writev [127.0.0.1]: Bad address")
+        return message(group, tensors, *rest, **options)
+
+    return communicate
 
 
 def _operator(name: str) -> Any:

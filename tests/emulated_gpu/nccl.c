@@ -2,7 +2,8 @@
 //
 // A call enqueues its operation on a stream and returns. A thread of the communicator executes the operations in order,
 // so an operation that other ranks have not joined blocks its stream, and PyTorch's watchdog sees it time out. Ranks
-// that call different collectives, or different sizes, hang, as with NCCL.
+// that call different collectives, or different sizes, hang, as with NCCL. The first collective connects the ranks, so it
+// returns when all ranks have called it.
 #define _GNU_SOURCE
 #include <fcntl.h>
 #include <pthread.h>
@@ -34,7 +35,7 @@ typedef struct {
 } mailbox;
 
 typedef struct {
-    _Atomic int joined, arrived, generation;
+    _Atomic int joined, connected, arrived, generation;
     char slots[MAX_RANKS][CHUNK];
     mailbox mailboxes[MAX_RANKS][MAX_RANKS];  // [sender][receiver]
 } shared_memory;
@@ -60,10 +61,10 @@ typedef struct task {
 } task;
 
 typedef struct communicator {
-    int rank, size, splits, running;
+    int rank, size, splits, running, connected;
     unique_id id;
     shared_memory *shared;
-    volatile int aborted, closed;
+    volatile int aborted, closed, connecting;
     task *tasks;
     pthread_mutex_t lock;
     pthread_cond_t changed;
@@ -263,14 +264,26 @@ static void *execute(void *argument) {
 static __thread int depth = 0;
 static __thread task *grouped = NULL;
 
-static void submit(task *added) {
+static void connect_ranks(communicator *comm) {
+    comm->connected = 1;
+    atomic_fetch_add(&comm->shared->connected, 1);
+    while (comm->shared->connected < comm->size && !comm->aborted) pause_briefly();
+}
+
+static result submit(task *added) {
     communicator *comm = added->communicator;
+    int is_message = added->operations->kind == SEND || added->operations->kind == RECEIVE;
+    comm->connecting = 1;  // `close_communicator` frees the communicator when it is 0
+    if (!is_message && !comm->connected) connect_ranks(comm);
     pthread_mutex_lock(&comm->lock);
     task **link = &comm->tasks;
     while (*link) link = &(*link)->next;
     *link = added;
     pthread_cond_broadcast(&comm->changed);
     pthread_mutex_unlock(&comm->lock);
+    result found = comm->aborted ? SYSTEM_ERROR : SUCCESS;
+    comm->connecting = 0;
+    return found;
 }
 
 static result enqueue(communicator *comm, operation added, void *stream) {
@@ -290,8 +303,7 @@ static result enqueue(communicator *comm, operation added, void *stream) {
     (*link)->next = NULL;
     if (depth) return SUCCESS;
     grouped = NULL;
-    submit(found);
-    return SUCCESS;
+    return submit(found);
 }
 
 result ncclGroupStart(void) {
@@ -301,13 +313,15 @@ result ncclGroupStart(void) {
 
 result ncclGroupEnd(void) {
     if (--depth) return SUCCESS;
+    result found = SUCCESS;
     while (grouped) {
         task *first = grouped;
         grouped = first->next;
         first->next = NULL;
-        submit(first);
+        result submitted = submit(first);
+        if (submitted) found = submitted;
     }
-    return SUCCESS;
+    return found;
 }
 
 result ncclAllReduce(const void *from, void *to, size_t count, data_type type, reduction reduction, communicator *comm,
@@ -431,9 +445,10 @@ result ncclCommSplit(communicator *comm, int color, int key, communicator **crea
 }
 
 static result close_communicator(communicator *comm, int abort) {
+    comm->aborted = abort;
+    while (comm->connecting) pause_briefly();
     pthread_mutex_lock(&comm->lock);
     comm->closed = 1;
-    comm->aborted = abort;
     pthread_cond_broadcast(&comm->changed);
     pthread_mutex_unlock(&comm->lock);
     pthread_join(comm->thread, NULL);
