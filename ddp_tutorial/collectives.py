@@ -15,7 +15,7 @@ from typing import TypeVar
 import torch
 import torch.distributed as dist
 
-from ddp_tutorial.config import FailedError
+from ddp_tutorial.config import FailedError, named_ranks
 from ddp_tutorial.world import World, require_group
 
 T = TypeVar("T")
@@ -258,8 +258,7 @@ def first_difference(of_ranks: Sequence[Mapping[str, object]], first: int = 0) -
     for name in dict.fromkeys(name for each in of_ranks for name in each):
         others = [rank for rank, each in enumerate(of_ranks, first) if each.get(name) != of_ranks[0].get(name)]
         if others:
-            listed = ", ".join(map(str, others))
-            return name, f"{f'ranks {listed} differ' if others[1:] else f'rank {listed} differs'} from rank {first}"
+            return name, f"{named_ranks(others)} {'differ' if others[1:] else 'differs'} from rank {first}"
     return None
 
 

@@ -237,6 +237,12 @@ def did_you_mean(name: str, known: Sequence[str]) -> str:
     return f" Did you mean {close[0]!r}?" if close else f" Known: {', '.join(known)}."
 
 
+def named_ranks(ranks: Sequence[int]) -> str:
+    """Return ranks as text, such as "rank 1", "ranks 0 and 2" or "ranks 0, 1 and 3"."""
+    *most, last = map(str, ranks)
+    return f"ranks {', '.join(most)} and {last}" if most else f"rank {last}"
+
+
 class _Loader(yaml.SafeLoader):
     """A safe YAML loader that implements two rules from YAML 1.2.
 

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import psutil
 import torch.distributed as dist
 
-from ddp_tutorial.config import ConfigError, FailedError
+from ddp_tutorial.config import ConfigError, FailedError, named_ranks
 
 GLOO_INTERFACE = "GLOO_SOCKET_IFNAME"
 _PROBE_SECONDS = 1.5
@@ -138,8 +138,7 @@ def describe_lost_host(error: BaseException, peers: Iterable[Peer], rank: int) -
 
 def _describe(host: str, peers: Iterable[Peer]) -> str:
     on_host = [peer for peer in peers if peer.host == host]
-    ranks = ", ".join(str(peer.rank) for peer in on_host)
-    return f"{host} at {on_host[0].address} with rank{'s' if len(on_host) > 1 else ''} {ranks}"
+    return f"{host} at {on_host[0].address} with {named_ranks([peer.rank for peer in on_host])}"
 
 
 def _responds(address: str) -> bool:

@@ -37,7 +37,7 @@ from ddp_tutorial.checkpoint.manifest import (
 from ddp_tutorial.checkpoint.resuming import find_resume_point, latest_valid
 from ddp_tutorial.checkpoint.storage import load_shards, write_shards
 from ddp_tutorial.collectives import all_gather
-from ddp_tutorial.config import ConfigError
+from ddp_tutorial.config import ConfigError, named_ranks
 from ddp_tutorial.files import observe_disk
 from ddp_tutorial.processes.launcher import launch
 from ddp_tutorial.training.gpt import GPT
@@ -562,8 +562,7 @@ def test_one_different_element_on_one_rank_is_named_on_all_ranks(ranks: list[dic
                 "CheckpointError: optimizer['state'][3]['exp_avg'] is not the same on all ranks: rank "
                 f"{last} differs from rank 0"
             )
-        others = ", ".join(map(str, range(1, last + 1)))
-        differ = f"ranks {others} differ" if last > 1 else f"rank {others} differs"
+        differ = f"{named_ranks(range(1, last + 1))} {'differ' if last > 1 else 'differs'}"
         assert told["quick, lr"].endswith(f"['lr'] is not the same on all ranks: {differ} from rank 0")
         assert told["nothing"] == "CheckpointError: component 'empty' contains no values to compare between ranks"
 

@@ -30,7 +30,7 @@ from ddp_tutorial.collectives import (
     to_rank_zero,
     to_vector,
 )
-from ddp_tutorial.config import ConfigError, FailedError
+from ddp_tutorial.config import ConfigError, FailedError, named_ranks
 from ddp_tutorial.processes.launcher import launch
 from ddp_tutorial.runs.step_log import StepLog
 from ddp_tutorial.world import World
@@ -247,8 +247,7 @@ def test_tensors_that_differ_are_named_with_their_ranks_on_every_rank(heard: lis
             assert mine[case] == told
         assert "'a' is not the same" in mine["zero"]  # bitwise: -0 is not 0
         assert mine["none"].startswith("ValueError: assert_same requires at least one tensor")
-        others = ", ".join(str(rank) for rank in range(1, nprocs))
-        differ = f"ranks {others} differ" if nprocs > 2 else f"rank {others} differs"
+        differ = f"{named_ranks(range(1, nprocs))} {'differ' if nprocs > 2 else 'differs'}"
         assert mine["first"] == f"RuntimeError: weight 'w' is not the same on all ranks: {differ} from rank 0"
 
 

@@ -1,7 +1,7 @@
 """Configs: the files that are read, their order, and the errors for invalid files."""
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,7 @@ from ddp_tutorial.config import (
     group_of,
     load,
     merge,
+    named_ranks,
 )
 from ddp_tutorial.ddp.config import DDPConfig
 from ddp_tutorial.training.config import TaskConfig
@@ -366,6 +367,20 @@ def test_a_missing_required_key_is_reported() -> None:
 def test_did_you_mean_falls_back_to_all_known_names() -> None:
     assert did_you_mean("tinny", ["base", "tiny"]) == " Did you mean 'tiny'?"
     assert did_you_mean("xyz", ["base", "tiny"]) == " Known: base, tiny."
+
+
+@pytest.mark.parametrize(
+    ("ranks", "text"),
+    [
+        ([0], "rank 0"),
+        ((12,), "rank 12"),
+        ([0, 1], "ranks 0 and 1"),
+        (range(1, 4), "ranks 1, 2 and 3"),
+        ([0, 1, 3, 10], "ranks 0, 1, 3 and 10"),
+    ],
+)
+def test_ranks_are_listed_as_text(ranks: Sequence[int], text: str) -> None:
+    assert named_ranks(ranks) == text
 
 
 # ------------------------------------------------------------------------- where it was set, and what to type instead

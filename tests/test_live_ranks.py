@@ -122,7 +122,7 @@ def test_the_last_expression_is_grouped_by_equal_values(ranks, source, shown):
 
 
 def test_equal_values_of_some_ranks_are_grouped():
-    assert repr(RankResults({0: "a", 1: "b", 2: "a"}, 3)) == "ranks 0, 2: a\nrank 1: b"
+    assert repr(RankResults({0: "a", 1: "b", 2: "a"}, 3)) == "ranks 0 and 2: a\nrank 1: b"
     assert repr(RankResults({0: "a"}, 1)) == "rank 0: a"
 
 

@@ -647,7 +647,7 @@ def test_a_summary_without_a_name_is_that_of_the_newest_run() -> None:
             "the baseline run runs/empty did not log its throughput",
         ),
         (("tail", "mien"), "there is no run named 'mien'. Did you mean 'mine'?"),
-        (("tail", "mine", "--rank", "5"), "runs/mine contains no log from rank 5; it contains logs from ranks 0, 1"),
+        (("tail", "mine", "--rank", "5"), "runs/mine contains no log from rank 5; it contains logs from ranks 0 and 1"),
     ],
 )
 def test_a_mistake_is_reported_in_one_line_and_nothing_is_written(arguments: tuple[str, ...], told: str) -> None:

@@ -19,7 +19,7 @@ import torch
 
 from ddp_tutorial.accumulation.loss import StepLoss
 from ddp_tutorial.collectives import all_reduce_sum
-from ddp_tutorial.config import FailedError
+from ddp_tutorial.config import FailedError, named_ranks
 
 
 class OutOfMemoryError(FailedError):
@@ -28,8 +28,7 @@ class OutOfMemoryError(FailedError):
     def __init__(self, ranks: tuple[int, ...], description: str = "") -> None:
         """Create the error for the failed `ranks`. On these ranks, `description` is the allocator's message."""
         super().__init__(
-            f"rank{'s' if ranks[1:] else ''} {', '.join(map(str, ranks))} ran out of memory in the forward pass"
-            f"{description and f': {description}'}"
+            f"{named_ranks(ranks)} ran out of memory in the forward pass{description and f': {description}'}"
         )
         self.ranks, self.description = ranks, description
 

@@ -18,7 +18,7 @@ from ddp_tutorial.checkpoint.manifest import (
     verify,
 )
 from ddp_tutorial.collectives import all_gather, decide_on_rank_zero
-from ddp_tutorial.config import ConfigError
+from ddp_tutorial.config import ConfigError, named_ranks
 from ddp_tutorial.world import World
 
 # Settings that may differ from the checkpoint's settings, because they do not affect the computation. A name also
@@ -139,11 +139,11 @@ def _require_seen(world: World, folder: Path) -> None:
     except OSError:
         mine = b""
     seen = all_gather(world, hashlib.sha256(mine).hexdigest())
-    others = [str(rank) for rank, each in enumerate(seen) if each != seen[0]]
+    others = [rank for rank, each in enumerate(seen) if each != seen[0]]
     if others:
         raise ConfigError(
-            f"rank 0 would resume from {folder}, which does not exist on rank{'s' if others[1:] else ''} "
-            f"{', '.join(others)}. The ranks do not share this folder. {SHARE}"
+            f"rank 0 would resume from {folder}, which does not exist on {named_ranks(others)}. The ranks "
+            f"do not share this folder. {SHARE}"
         )
 
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from ddp_tutorial.commands import a_run, complete_runs, runs_dir
-from ddp_tutorial.config import ConfigError, FailedError, require_package
+from ddp_tutorial.config import ConfigError, FailedError, named_ranks, require_package
 
 if TYPE_CHECKING:
     from ddp_tutorial.runs.speedup import Speedup
@@ -556,8 +556,7 @@ def tail(run: str, count: int, rank: int, metrics: bool, edit: bool) -> None:
         log = RunFolder(folder).metrics
     if not log.is_file() and rank > 0:
         there = sorted(int(path.stem.removeprefix("rank_")) for path in folder.glob("rank_*.log"))
-        listed = f"rank{'s' if there[1:] else ''} {', '.join(map(str, there))}"
-        available = f"; it contains logs from {listed}" if there else " or any other rank"
+        available = f"; it contains logs from {named_ranks(there)}" if there else " or any other rank"
         raise ConfigError(f"{folder} contains no log from rank {rank}{available}")
     if edit:
         click.edit(filename=str(log))

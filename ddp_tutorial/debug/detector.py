@@ -50,12 +50,6 @@ class Finding:
         return f"step {self.step}: {self.message}" + (f" (seen in step {self.seen})" if self.seen else "")
 
 
-def named(ranks: Sequence[int]) -> str:
-    """Return ranks as text, such as "rank 1", "ranks 0 and 2" or "ranks 0, 1 and 2"."""
-    *most, last = map(str, ranks)
-    return f"ranks {', '.join(most)} and {last}" if most else f"rank {last}"
-
-
 class CheckError(FailedError):
     """Raised on all ranks in the same step if a finding is an error, or if `checking` is in strict mode."""
 

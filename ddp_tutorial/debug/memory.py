@@ -19,7 +19,8 @@ import psutil
 import torch
 
 from ddp_tutorial.compat import storage_id
-from ddp_tutorial.debug.detector import Detector, Finding, LocalReport, Program, named
+from ddp_tutorial.config import named_ranks
+from ddp_tutorial.debug.detector import Detector, Finding, LocalReport, Program
 from ddp_tutorial.debug.instrumentation import StepObservation
 
 MB = 1e6
@@ -115,9 +116,10 @@ class MemoryGrowth(Detector):
         kinds = "; ".join(f"on rank {rank}, {', '.join(of_ranks[rank]) or 'none'}" for rank in ranks)
         where = next((of_ranks[rank][0] for rank in ranks if of_ranks[rank]), "memory")
         message = (
-            f"{named(ranks)} {'uses' if len(ranks) == 1 else 'use'} more memory after each step: {description}, over "
-            f"{self.window} steps. New tensors in the last {between} steps, according to Python's garbage collector: "
-            f"{kinds}. A common cause is a stored loss that keeps its graph: store loss.item() or loss.detach()"
+            f"{named_ranks(ranks)} {'uses' if len(ranks) == 1 else 'use'} more memory after each step: {description}, "
+            f"over {self.window} steps. New tensors in the last {between} steps, according to Python's garbage "
+            f"collector: {kinds}. A common cause is a stored loss that keeps its graph: store loss.item() or "
+            "loss.detach()"
         )
         return [Finding(self.name, step, ranks, message, "warning", where)]
 

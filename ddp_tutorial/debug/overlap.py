@@ -9,7 +9,8 @@ from zlib import crc32
 import torch
 
 from ddp_tutorial.compat import tree_leaves
-from ddp_tutorial.debug.detector import Detector, Finding, LocalReport, Program, named
+from ddp_tutorial.config import named_ranks
+from ddp_tutorial.debug.detector import Detector, Finding, LocalReport, Program
 from ddp_tutorial.debug.hash_weights import hash_weights, numpy_hash_weights
 from ddp_tutorial.debug.instrumentation import StepObservation
 
@@ -139,8 +140,9 @@ class Epoch:
                 if self._share_a_step(pair, steps):
                     common = len(self._common[pair])
                     return pair, (
-                        f"{named(pair)} train on the same samples: in {_STEPS} consecutive steps, they shared at least "
-                        f"half of their samples, {common} in total. Shard the data by rank, as DistributedSampler does"
+                        f"{named_ranks(pair)} train on the same samples: in {_STEPS} consecutive steps, they shared at "
+                        f"least half of their samples, {common} in total. Shard the data by rank, as "
+                        "DistributedSampler does"
                     )
             self._add_step(steps)
             if sum(self._twice.values()) >= self.enough:
@@ -173,7 +175,7 @@ class Epoch:
 
     def _overlap(self) -> tuple[tuple[int, ...], str]:
         ranks = tuple(sorted({rank for pair in self._twice for rank in pair}))
-        pairs = ", ".join(f"{named(pair)} shared {count}" for pair, count in sorted(self._twice.items()))
+        pairs = ", ".join(f"{named_ranks(pair)} shared {count}" for pair, count in sorted(self._twice.items()))
         return ranks, (
             f"samples are used twice within an epoch: of {len(self._owner)} samples, {pairs}. Use the same seed for "
             "the sampler on all ranks, and assign each rank its own shard of the shuffled samples"
@@ -225,8 +227,9 @@ class SameRandomNumbers(Detector):
             return []
         self._has_reported = True
         message = (
-            f"{named(ranks)} draw the same random numbers in the forward pass: their dropout masks are identical. "
-            "After the model is built, seed each rank differently, as in torch.manual_seed(rng.seed_of(seed, rank))"
+            f"{named_ranks(ranks)} draw the same random numbers in the forward pass: their dropout masks are "
+            "identical. After the model is built, seed each rank differently, as in "
+            "torch.manual_seed(rng.seed_of(seed, rank))"
         )
         return [Finding(self.name, step, ranks, message, "warning", "forward")]
 

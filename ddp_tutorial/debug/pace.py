@@ -3,7 +3,8 @@
 from collections.abc import Sequence
 from typing import ClassVar
 
-from ddp_tutorial.debug.detector import Detector, Finding, LocalReport, Program, named
+from ddp_tutorial.config import named_ranks
+from ddp_tutorial.debug.detector import Detector, Finding, LocalReport, Program
 from ddp_tutorial.debug.instrumentation import Observable, StepObservation
 from ddp_tutorial.runs.summaries import straggler
 
@@ -160,7 +161,7 @@ class DataStarvation(_WindowDetector):
             return None
         description = ", ".join(f"{shares[rank]:.0%} of the time on rank {rank}" for rank in ranks)
         message = (
-            f"{named(ranks)} {'waits' if len(ranks) == 1 else 'wait'} for data: {description}. Prefetch with workers "
-            "(num_workers=2, persistent_workers=True), or make each sample cheaper to read"
+            f"{named_ranks(ranks)} {'waits' if len(ranks) == 1 else 'wait'} for data: {description}. Prefetch with "
+            "workers (num_workers=2, persistent_workers=True), or make each sample cheaper to read"
         )
         return Finding(self.name, step, ranks, message, "warning", "data")

@@ -16,7 +16,8 @@ import numpy as np
 import torch
 from torch import nn
 
-from ddp_tutorial.debug.detector import Detector, Finding, LocalReport, Program, named
+from ddp_tutorial.config import named_ranks
+from ddp_tutorial.debug.detector import Detector, Finding, LocalReport, Program
 from ddp_tutorial.debug.hash_weights import hash_weights, numpy_hash_weights
 from ddp_tutorial.debug.instrumentation import StepObservation
 from ddp_tutorial.zero.pieces import is_piece
@@ -212,8 +213,8 @@ def first_drift(of_ranks: Sequence[Mapping[str, object]]) -> tuple[str, tuple[in
 
 def _differ(ranks: Sequence[int], size: int) -> str:
     if len(ranks) == size:
-        return f"{named(ranks)} differ"
-    return f"{named(ranks)} {'differs' if len(ranks) == 1 else 'differ'} from the others"
+        return f"{named_ranks(ranks)} differ"
+    return f"{named_ranks(ranks)} {'differs' if len(ranks) == 1 else 'differ'} from the others"
 
 
 @torch.no_grad()

@@ -4,7 +4,8 @@ from collections.abc import Sequence
 from typing import ClassVar
 from zlib import crc32
 
-from ddp_tutorial.debug.detector import Detector, Finding, LocalReport, Program, named
+from ddp_tutorial.config import named_ranks
+from ddp_tutorial.debug.detector import Detector, Finding, LocalReport, Program
 from ddp_tutorial.debug.instrumentation import Observable, StepObservation
 
 # Maximum number of times that the ranks exchange names, because the unused parameters may change in every step.
@@ -63,4 +64,4 @@ class UnusedParameters(Detector):
 
 def _on(name: str, of_ranks: Sequence[Sequence[str]]) -> str:
     ranks = [rank for rank, each in enumerate(of_ranks) if name in each]
-    return "" if len(ranks) == len(of_ranks) else f" ({named(ranks)} only)"
+    return "" if len(ranks) == len(of_ranks) else f" ({named_ranks(ranks)} only)"

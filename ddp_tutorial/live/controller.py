@@ -14,7 +14,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import closing, contextmanager
 from typing import Any
 
-from ddp_tutorial.config import ConfigError
+from ddp_tutorial.config import ConfigError, named_ranks
 from ddp_tutorial.debug.hangs import BUSY_SECONDS, CollectiveError, Diagnosis, RankStatus, diagnose
 from ddp_tutorial.live.backends import Backend
 from ddp_tutorial.live.messages import Answer, Snapshot
@@ -188,13 +188,11 @@ class Controller:
         return [self._workers[rank] for rank in ranks]
 
     def _advice(self) -> str:
-        living = [f"{each.rank}" for each in self._workers if not each.death]
+        living = [each.rank for each in self._workers if not each.death]
         if not living:
             return "`restart` (%ranks restart) restarts the ranks."
-        if len(living) == 1:
-            kept = f"Rank {living[0]} is still running and keeps its variables."
-        else:
-            kept = f"Ranks {', '.join(living)} are still running and keep their variables."
+        keep = "are still running and keep their" if living[1:] else "is still running and keeps its"
+        kept = f"{named_ranks(living).capitalize()} {keep} variables."
         return f"{kept} `restart` (%ranks restart) restarts the dead ranks, and forms a process group."
 
     def _begin(self, kind: str, *content: Any, on: Sequence[WorkerHandle]) -> Sequence[WorkerHandle]:
@@ -299,9 +297,7 @@ class Controller:
         described = [
             f"rank {each.rank} {each.reason}" for each in others if each.rank not in same and not each.was_terminated
         ]
-        meanwhile = (
-            [f"The same failure occurred on rank{'s' if same[1:] else ''} {', '.join(map(str, same))}."] if same else []
-        )
+        meanwhile = [f"The same failure occurred on {named_ranks(same)}."] if same else []
         meanwhile += [f"Meanwhile {', '.join(described)}."] if described else []
         return self._error(first, "\n\n".join([*meanwhile, *([verdict] if verdict else []), *after]))
 

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from functools import cache
 from typing import Any
 
+from ddp_tutorial.config import named_ranks
 from ddp_tutorial.live.messages import MimeBundle
 
 _show: Callable[[MimeBundle], None] | None = None  # set if this process is a rank of a pool
@@ -87,9 +88,7 @@ class RankResults(dict[int, str]):
         printer.text(repr(self))
 
     def _name(self, ranks: list[int]) -> str:
-        if len(ranks) == self.ranks > 1:
-            return "all ranks"
-        return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))}"
+        return "all ranks" if len(ranks) == self.ranks > 1 else named_ranks(ranks)
 
 
 def _beside(text: str) -> str:

@@ -12,7 +12,7 @@ from IPython.core.completer import CompletionContext, SimpleCompletion, SimpleMa
 from IPython.core.magic import Magics, cell_magic, line_cell_magic, magics_class
 
 from ddp_tutorial.cluster.cluster import Cluster
-from ddp_tutorial.config import ConfigError, did_you_mean
+from ddp_tutorial.config import ConfigError, did_you_mean, named_ranks
 from ddp_tutorial.debug.hangs import CollectiveError
 from ddp_tutorial.files import write_atomically
 from ddp_tutorial.live.display import RankResults
@@ -135,8 +135,7 @@ class RankMagics(Magics):
             self.steps = []
             print(f"restarted: {pool.description}")
         else:
-            listed = f"rank{'s' if restarted[1:] else ''} {', '.join(map(str, restarted))}"
-            print(f"restarted: {listed}; the other ranks keep their variables")
+            print(f"restarted: {named_ranks(restarted)}; the other ranks keep their variables")
 
     def get(self, arguments: Sequence[str]) -> list[Any]:
         """Return the value of a name on each rank, as a list.

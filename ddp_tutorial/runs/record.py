@@ -18,7 +18,7 @@ from typing import Any
 
 from ddp_tutorial.checkpoint.manifest import SHARE
 from ddp_tutorial.collectives import all_gather, decide_on_rank_zero
-from ddp_tutorial.config import ConfigError
+from ddp_tutorial.config import ConfigError, named_ranks
 from ddp_tutorial.environment import describe_environment
 from ddp_tutorial.files import RUNS, locked, notify_observers, remove, remove_temporary, temporary_path, write_json
 from ddp_tutorial.phases import Stopwatch, observe
@@ -61,9 +61,8 @@ def open_folder(
             with suppress(OSError):  # contains other runs
                 RUNS.rmdir()
         raise ConfigError(
-            f"all ranks must share the checkpoint folder {folder.path}, but rank{'s' if others[1:] else ''} "
-            f"{', '.join(others)} cannot access rank 0's folder. {SHARE} To disable checkpoints, use "
-            "checkpoint.every=0."
+            f"all ranks must share the checkpoint folder {folder.path}, but {named_ranks(others)} cannot access "
+            f"rank 0's folder. {SHARE} To disable checkpoints, use checkpoint.every=0."
         )
     return folder
 
@@ -87,7 +86,7 @@ def require_rank_zeros(world: World, name: str) -> None:
     decide_on_rank_zero(world, check)
 
 
-def _ranks_without(world: World, folder: Path) -> list[str]:
+def _ranks_without(world: World, folder: Path) -> list[int]:
     """Return the ranks that do not see a new file that rank 0 creates in `folder`. Collective.
 
     Checking that the folder exists is not sufficient, because each node may have its own folder with that name from an
@@ -97,7 +96,7 @@ def _ranks_without(world: World, folder: Path) -> list[str]:
         return []
     mark = decide_on_rank_zero(world, lambda: _create_marker(folder))
     try:
-        return [str(rank) for rank, sees in enumerate(all_gather(world, mark.exists())) if not sees]
+        return [rank for rank, sees in enumerate(all_gather(world, mark.exists())) if not sees]
     finally:
         if world.is_main:
             remove(mark)
