@@ -65,7 +65,7 @@ def all_reduce_means(world: World, means: list[Mean]) -> list[float]:
 def to_vector(values: Sequence[float | torch.Tensor], device: torch.device) -> torch.Tensor:
     """Return the values as one float64 tensor.
 
-    On a GPU, nothing is copied between the CPU and the GPU, because a copy would wait for the GPU's running kernels.
+    On a GPU, kernels write the Python numbers, because a copy from the CPU would wait for all kernels in the stream.
     """
     if device.type == "cpu":
         return torch.tensor([float(value) for value in values], dtype=torch.float64)

@@ -74,7 +74,7 @@ class World:
 
     @property
     def message_device(self) -> torch.device:
-        """The device of tensors that one rank sends to another. gloo cannot send tensors from a GPU's memory.
+        """The device of tensors for point-to-point communication. gloo's send and receive do not support GPU memory.
 
         See "Backends" in https://docs.pytorch.org/docs/stable/distributed.html.
         """
@@ -133,8 +133,8 @@ def choose_device(
 ) -> torch.device:
     """Return a GPU if the machine has a GPU for each of its ranks, and the CPU otherwise.
 
-    If there are fewer GPUs than ranks, the ranks share the GPUs only if the device is "cuda" and the backend permits
-    it. gloo does, and NCCL 2.30 does if the environment variable NCCL_MULTI_RANK_GPU_ENABLE is 1.
+    If there are fewer GPUs than ranks, the ranks share the GPUs only if the device is "cuda" and the backend allows
+    sharing. gloo always does. NCCL 2.30 and later do if the environment variable NCCL_MULTI_RANK_GPU_ENABLE is 1.
 
     Args:
         device: "auto", "cpu", or "cuda".
@@ -158,7 +158,7 @@ def choose_device(
     if gpus >= local_size or (gpus and may_share):
         return torch.device("cuda", local_rank % gpus)
     if device == "cuda":
-        sharing = f". Ranks can share a GPU with backend='gloo', or with NCCL 2.30 and {NCCL_SHARES_GPUS}=1"
+        sharing = f". Ranks can share a GPU with backend='gloo', or with NCCL 2.30 or later and {NCCL_SHARES_GPUS}=1"
         raise ConfigError(
             f"device='cuda' requires one GPU for each of the {local_size} ranks on this machine, got {gpus}. "
             f"Use device='cpu', or start at most one rank per GPU{sharing if gpus else ''}."

@@ -190,14 +190,20 @@ def record_torch() -> Iterator[Recorder]:
 def add_transfers_of_torch(recorder: Recorder, events: Sequence[Any]) -> None:
     """Add to `recorder` the all-reduces in `events`, which PyTorch's profiler recorded during the same phases.
 
-    On a GPU, the profiler records each phase twice, on the CPU and on the GPU. The events of the GPU are ignored.
+    If the profiler traces a GPU, it records phases and all-reduces on both devices. An NCCL all-reduce ends on the CPU
+    when it has been launched, so all-reduces on the GPU are preferred.
     """
-    events = [event for event in events if event.device_type == torch.autograd.DeviceType.CPU]
-    ahead = _ahead_of_profiler(recorder.spans, events)
-    reduced = [event.time_range for event in events if event.name.endswith(":all_reduce")]
+    on_cpu = [event for event in events if event.device_type == torch.autograd.DeviceType.CPU]
+    on_gpu = [event for event in events if event.device_type != torch.autograd.DeviceType.CPU]
+    ahead = _ahead_of_profiler(recorder.spans, on_cpu)
+    reduced = _all_reduces(on_gpu) or _all_reduces(on_cpu)
     for number, times in enumerate(sorted(reduced, key=lambda times: times.start)):
         start, end = ahead + times.start / 1e6, ahead + times.end / 1e6
         recorder.on_transfer(Transfer(f"bucket {number}", 0, start, start, end))
+
+
+def _all_reduces(events: Sequence[Any]) -> list[Any]:
+    return [event.time_range for event in events if event.name.endswith(":all_reduce")]
 
 
 def _ahead_of_profiler(spans: Sequence[Span], events: Sequence[Any]) -> float:

@@ -83,8 +83,9 @@ def calls(last: int = 200, since: int = 0) -> list[Call]:
 def progress() -> dict[str, tuple[int, int]]:
     """Return the sequence numbers of each group's last entered collective and last completed collective.
 
-    A group's first NCCL collective connects the ranks, and is not enqueued before all ranks have entered it. If a group
-    has not enqueued a collective, the entries are therefore also read, which takes up to 40 ms.
+    A group's first NCCL collective connects the ranks, and PyTorch enqueues the collective only after all ranks have
+    entered it. For a group without an enqueued collective, this function therefore also reads the recorder's entries,
+    which takes up to 40 ms.
     """
     seen = {
         str(group): (each["last_enqueued_collective"], each["last_completed_collective"])
