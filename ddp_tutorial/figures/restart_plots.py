@@ -22,7 +22,7 @@ def restart_levels(title: str) -> Figure:
             5.6,
             10.0,
             0.9,
-            "Slurm starts the agents, and requeues the job after a node failure or near the time limit",
+            "Slurm starts the agents and requeues the job after a node failure or near the time limit",
             PURPLE,
         ),
         (0.0, -0.5, 10.0, 0.9, "checkpoint on shared storage: the state that outlives all processes", GREEN),
@@ -69,7 +69,7 @@ def attempts(
         left.plot(seconds, steps, color=color, linewidth=2.4)
         left.plot(seconds[-1], steps[-1], "x" if name != list(parts)[-1] else "o", color=color, markersize=9)
         right.plot(steps, losses, color=color, linestyle=dash, linewidth=2, label=name)
-    left.set(title="Progress (x: a worker is killed)", xlabel="time (s)", ylabel="step")
+    left.set(title="Progress (x: a worker is killed; dot: the run ends)", xlabel="time (s)", ylabel="step")
     right.set(title="Loss curves of all attempts", xlabel="step", ylabel="loss", yscale="log")
     right.yaxis.set_minor_locator(LogLocator(subs=(2, 5)))
     right.yaxis.set_major_formatter("{x:g}")
