@@ -155,7 +155,10 @@ def test_a_launch_that_times_out_names_the_rank_that_waits_on_a_gpu(backend: str
 @pytest.mark.spawned
 def test_the_doctor_names_the_gpu_and_a_run_selects_it() -> None:
     assert torch.cuda.get_device_name(0) in call("doctor").stdout
-    done = call("train", "tiny", "nprocs=1", "steps=2", "device=cuda", "name=selected", "--devices", "0")
+    # A process of its own, because --devices sets CUDA_VISIBLE_DEVICES.
+    selected = ["train", "tiny", "nprocs=1", "steps=2", "device=cuda", "name=selected", "--devices", "0"]
+    train_command = [sys.executable, "-m", "ddp_tutorial", *selected]
+    done = subprocess.run(train_command, capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, done.stderr
 
 
