@@ -64,7 +64,7 @@ $(EMULATED)/ready: pyproject.toml
 	$(EMULATED)/bin/python -m pip install --quiet --disable-pip-version-check -e '.[notebooks]' accelerate pytest pytest-timeout hypothesis
 	touch $@
 
-test-emulated-gpu: $(EMULATED)/ready  ## the tests marked cuda, on emulated GPUs; needs gcc, and 6 GB for a CUDA build of torch; 15 minutes
+test-emulated-gpu: $(EMULATED)/ready  ## the tests marked cuda, on emulated GPUs; needs gcc, and 6 GB for a CUDA build of torch; seven minutes
 	$(EMULATED)/bin/python tests/emulated_gpu/run.py $(EMULATED)/bin/python -m pytest -m cuda tests/test_emulated_gpu.py $(wildcard tests/test_cuda*.py)
 
 # nox has its own environment, so that its dependencies need no pins.
