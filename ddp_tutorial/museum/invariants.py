@@ -24,7 +24,7 @@ import os
 import re
 import tempfile
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +32,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+from ddp_tutorial.config import named_ranks
 from ddp_tutorial.debug import DataOverlap, ReplicaDrift, SameRandomNumbers
 from ddp_tutorial.museum.parts import DATA, Program
 from ddp_tutorial.museum.stage import Outcome, Stage, a_sigterm, an_error, checked, cut_after_step, cut_in_write
@@ -378,12 +379,8 @@ def _check(stage: Stage, program: Program) -> str:
             if passed != [changed_rank is None] * len(passed):
                 wrong = [rank for rank, each in enumerate(passed) if each != (changed_rank is None)]
                 verdict = "fails" if changed_rank is None else "passes"
-                return f"{what}, but the check {verdict} on {_describe_ranks(wrong)}"
+                return f"{what}, but the check {verdict} on {named_ranks(wrong)}"
     return ""
-
-
-def _describe_ranks(ranks: Sequence[int]) -> str:
-    return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))}"
 
 
 def _replica() -> tuple[nn.Module, torch.optim.Optimizer, dict[str, torch.Tensor]]:
