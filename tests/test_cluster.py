@@ -487,9 +487,13 @@ def test_the_command_line_rejects_a_delay_without_tap_devices(allowed: None, tmp
 
 
 def boxes() -> set[int]:
-    """Return the processes that hold clusters, and their forks."""
-    found = psutil.process_iter(["cmdline"])
-    return {each.pid for each in found if "ddp_tutorial.cluster.box" in (each.info["cmdline"] or [])}
+    """Return the processes that hold clusters of this file's tests, and their forks. Other groups have clusters."""
+
+    def is_ours(process: psutil.Process) -> bool:
+        test = (process.info["environ"] or {}).get("PYTEST_CURRENT_TEST", "")
+        return "test_cluster.py" in test and "ddp_tutorial.cluster.box" in (process.info["cmdline"] or [])
+
+    return {process.pid for process in psutil.process_iter(["cmdline", "environ"]) if is_ours(process)}
 
 
 def who_delays() -> psutil.Process:
@@ -508,6 +512,7 @@ def test_the_cluster_stops_if_the_process_that_delays_messages_dies(delayed: Clu
     killed, said = 0.0, "^the cluster has stopped: the process that delays its messages has exited$"
     others = boxes() - {each.pid for each in psutil.Process(delayed._box.pid).children(recursive=True)}
     others -= {delayed._box.pid}
+    assert boxes() > others
 
     def kill_it() -> None:
         nonlocal killed
