@@ -12,9 +12,7 @@ from torch import nn
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 
-received: list[int] = []
-for number in (signal.SIGTERM, signal.SIGUSR1):
-    signal.signal(number, lambda number, frame: received.append(number))
+received: list[int] = []  # signals
 
 
 def should_stop() -> bool:
@@ -77,6 +75,8 @@ def main(words: str, checkpoint: Path, steps: int, every: int) -> None:
 
 
 if __name__ == "__main__":
+    for number in (signal.SIGTERM, signal.SIGUSR1):
+        signal.signal(number, lambda number, frame: received.append(number))
     main(sys.argv[1], Path(sys.argv[2]), int(sys.argv[3]), int(sys.argv[4]))
     dist.destroy_process_group()  # after main() has freed its DDP model, which otherwise could block
     os._exit(0)  # with DDP on gloo, threads that outlive the group may abort or block Python's exit (torch 2.13)
