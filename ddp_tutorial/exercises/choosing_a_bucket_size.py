@@ -4,6 +4,7 @@ import random
 import statistics
 import time
 from collections.abc import Iterator, Sequence
+from copy import deepcopy
 from itertools import combinations, pairwise
 
 from ddp_tutorial.exercises import Answer, Exercise, expect
@@ -210,7 +211,7 @@ def _test_best_buckets(answer: Answer) -> str:
     for count, seed in ((2, 0), (2, 1), *((9, seed) for seed in range(2, 14)), (300, 14), (300, 15)):
         problem = _problem(count, seed)
         started = time.process_time()
-        got = [list(bucket) for bucket in answer(*problem)]
+        got = [list(bucket) for bucket in answer(*deepcopy(problem))]
         took = time.process_time() - started
         case = f"best_buckets with {count} gradients" + (f", {problem}," if count < 10 else "")
         expect(

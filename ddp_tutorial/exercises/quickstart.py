@@ -20,7 +20,7 @@ from ddp_tutorial.world import World
 def _test_shard(answer: Answer) -> str:
     for samples, size in ((8, 2), (7, 2), (10, 3), (3, 4), (0, 2), (1, 1)):
         indices = list(range(100, 100 + samples))
-        parts = [[int(i) for i in answer(indices, rank, size)] for rank in range(size)]
+        parts = [[int(i) for i in answer(list(indices), rank, size)] for rank in range(size)]
         assigned = sorted(index for part in parts for index in part)
         case = f"For {samples} samples and {size} ranks, your function returned {parts}"
         padded = len(assigned) == -(-samples // size) * size and set(assigned) == set(indices)

@@ -24,11 +24,16 @@ def _kept(out: Any, rows: int) -> torch.Tensor:
 
 
 def _test_dropout(answer: Answer) -> str:
-    x, indices = torch.full((6, _UNITS), 2.0), [40, 7, 13, 8, 41, 39]
+    indices = [40, 7, 13, 8, 41, 39]
+
+    def mask_of(rows: Sequence[int], seed: int = 0, step: int = 0) -> torch.Tensor:
+        x = torch.full((len(rows), _UNITS), 2.0)  # a new tensor, because the answer may change it in place
+        return _kept(answer(x, [indices[row] for row in rows], _P, seed, step), len(rows))
+
     torch.manual_seed(5)
     np.random.seed(5)
     before = torch.get_rng_state(), np.random.get_state(legacy=False)["state"]["pos"]
-    masks = _kept(answer(x, indices, _P, 0, 0), 6)
+    masks = mask_of(range(6))
     after = torch.get_rng_state(), np.random.get_state(legacy=False)["state"]["pos"]
     expect(
         torch.equal(before[0], after[0]) and before[1] == after[1],
@@ -40,11 +45,11 @@ def _test_dropout(answer: Answer) -> str:
             f"With p = {_P}, row {row} must keep about {1 - _P:.0%} of its values, got {share:.0%}.",
         )
     torch.manual_seed(6)
-    again = _kept(answer(x, indices, _P, 0, 0), 6)
+    again = mask_of(range(6))
     expect(
         torch.equal(masks, again), "The mask depends on the global generator: a second call returns a different mask."
     )
-    parts = [_kept(answer(x[rows], [indices[row] for row in rows], _P, 0, 0), 2) for rows in ([2, 5], [4, 0], [3, 1])]
+    parts = [mask_of(rows) for rows in ([2, 5], [4, 0], [3, 1])]
     expect(
         torch.equal(torch.cat(parts), masks[[2, 5, 4, 0, 3, 1]]),
         "If three ranks split the same 6 samples in a different order, the samples' masks change. A mask must "
@@ -52,7 +57,7 @@ def _test_dropout(answer: Answer) -> str:
     )
     named = {f"sample {index}": mask for index, mask in zip(indices, masks, strict=True)}
     for seed, step in ((0, 1), (1, 0), (1, 1)):
-        for index, mask in zip(indices, _kept(answer(x, indices, _P, seed, step), 6), strict=True):
+        for index, mask in zip(indices, mask_of(range(6), seed, step), strict=True):
             named[f"sample {index} with seed {seed} in step {step}"] = mask
     masks_of: dict[bytes, str] = {}
     for name, mask in named.items():

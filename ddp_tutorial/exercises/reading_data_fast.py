@@ -24,8 +24,8 @@ _CASES = (
 
 def _ranges(answer: Answer, lengths: list[int], rank: int, size: int, where: str) -> list[Range]:
     given = list(lengths)
-    found = answer(lengths, rank, size)
-    expect(lengths == given, "file_ranges must not change the list `lengths`.")
+    found = answer(given, rank, size)
+    expect(given == lengths, "file_ranges must not change the list `lengths`.")
     expect(found is not None, "The result must be a list of (file, begin, end), got None.")
     try:
         ranges = [(int(file), int(begin), int(end)) for file, begin, end in found]

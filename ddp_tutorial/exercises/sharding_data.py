@@ -3,6 +3,7 @@
 import json
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from copy import deepcopy
 from itertools import chain, islice, product, zip_longest
 from typing import Any
 
@@ -444,7 +445,7 @@ def _check_resumed(
     for note in ("", " The training loop called set_epoch(1) after load_state_dict, although the epoch was already 1."):
         samplers = _world_of(answer, samples, batch, size)
         for sampler in samplers:
-            sampler.load_state_dict(state)
+            sampler.load_state_dict(deepcopy(state))
             if note:
                 sampler.set_epoch(1)
         lengths = [_length(sampler, where) for sampler in samplers]
