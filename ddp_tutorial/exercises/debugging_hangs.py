@@ -63,7 +63,7 @@ def _run_story(world: World, answer: Answer, mine: list[tuple[float, int]]) -> t
         dist.all_reduce(torch.ones(3))
 
     def validate() -> tuple[float, int]:
-        return mine[min(made, len(mine)) - 1]
+        return mine[min(made, len(mine)) - 1] if made else (float("inf"), 1)  # before the first step
 
     with watching(world, 2.0):
         returned = answer(world, step, validate, _MOST)
