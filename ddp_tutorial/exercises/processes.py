@@ -214,14 +214,16 @@ if fails is not None:
 """
 _TORCH_WORKER = """
 import os, sys, torch, torch.distributed as dist
+from datetime import timedelta
 os.environ["GLOO_SOCKET_IFNAME"] = "lo" if sys.platform == "linux" else "lo0"
-dist.init_process_group("gloo")
+dist.init_process_group("gloo", timeout=timedelta(seconds=float(sys.argv[1])))
 number = torch.ones(1)
 dist.all_reduce(number)
 assert number.item() == 2
 dist.destroy_process_group()
 """
 _WAIT, _BUSY = 5, 5  # seconds to wait for the other workers, and to keep running after a peer has failed
+_JOIN = 30.0  # timeout of init_process_group, in seconds
 
 
 def _test_mini_torchrun(answer: Answer) -> str:
@@ -236,17 +238,18 @@ def _test_mini_torchrun(answer: Answer) -> str:
         f"Rank 1 exited with code 3 and rank 0 was stopped, but your function returned {codes}.",
     )
 
-    codes, found = _workers(answer, 2, [1, None], max_restarts=1)
+    codes, found = _workers(answer, 2, [1, 1, None], max_restarts=3)
     attempts = sorted(int(each["TORCHELASTIC_RESTART_COUNT"]) for each in found)
     expect(
-        attempts == [0, 0, 1, 1],
-        "After a failure, all ranks must be restarted with TORCHELASTIC_RESTART_COUNT=1, because the surviving "
-        "ranks still wait for the failed process. The restart counts of the started workers must be [0, 0, 1, 1], "
-        f"got {attempts}.",
+        attempts == [0, 0, 1, 1, 2, 2],
+        "After a failure, all ranks must be restarted with TORCHELASTIC_RESTART_COUNT=1, then 2, because the surviving "
+        "ranks still wait for the failed process. Do not restart ranks after a success. With max_restarts=3 and two "
+        "failures, the restart counts of the started workers must be [0, 0, 1, 1, 2, 2], got "
+        f"{attempts}.",
     )
-    expect(codes == [0, 0], f"The second attempt succeeded on both ranks, so return [0, 0], got {codes}.")
+    expect(codes == [0, 0], f"The third attempt succeeded on both ranks, so return [0, 0], got {codes}.")
 
-    codes = answer([sys.executable, "-c", _TORCH_WORKER], 2)
+    codes = list(answer([sys.executable, "-c", _TORCH_WORKER, str(_JOIN)], 2))
     expect(
         codes == [0, 0],
         f"Two workers that call init_process_group and all_reduce must exit with code 0, got codes {codes}.",
@@ -332,9 +335,9 @@ def _mini_torchrun(command: list[str], nprocs: int, max_restarts: int = 0) -> li
 
 
 def _wrong_torchrun(
-    sequential: bool = False, port: int = 0, stop: str = "all", restart: str = "all", world_size: int = 0
+    sequential: bool = False, port: int = 0, stop: str = "all", restart: str = "once", world_size: int = 0
 ) -> Answer:
-    """Return a variant of the solution with one mistake."""
+    """Return a variant of the solution with one mistake. By default, the mistake is that it restarts at most once."""
 
     def start(command: list[str], rank: int, nprocs: int, attempt: int, chosen: int) -> "subprocess.Popen[bytes]":
         own = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world_size or nprocs, "MASTER_PORT": port or chosen}
@@ -373,8 +376,9 @@ def _wrong_torchrun(
             ]
             return [process.wait() for process in ranks]
         codes = stop_all(ranks)
-        if any(codes) and max_restarts and restart == "all":
-            codes = stop_all(attempt_all(command, nprocs, 1, chosen))
+        for attempt in range(1, 1 + {"nothing": 0, "once": min(1, max_restarts)}.get(restart, max_restarts)):
+            if any(codes) or restart == "always":
+                codes = stop_all(attempt_all(command, nprocs, attempt, chosen))
         return codes
 
     return mini_torchrun
@@ -396,6 +400,8 @@ mini_torchrun = Exercise(
         "lets the other ranks run after a failure": _wrong_torchrun(stop="nothing"),
         "relies on SIGTERM": _wrong_torchrun(stop="SIGTERM"),
         "does not restart": _wrong_torchrun(restart="nothing"),
+        "restarts at most once": _wrong_torchrun(),
+        "restarts after a success": _wrong_torchrun(restart="always"),
         "restarts the failed rank only": _wrong_torchrun(restart="failed"),
     },
     hints=(
