@@ -112,7 +112,7 @@ class Exercise:
             return False, f"Not yet. When your answer ran on real ranks, {error}{_missing_return_hint(error)}"
         except _EndlessError as error:
             return False, f"Not yet. {_ENDLESS}{_own_line(error)}"
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             return False, f"Not yet. Your answer raised {type(error).__name__}: {error}{_own_line(error)}"
 
     def hint(self) -> None:

@@ -183,11 +183,11 @@ def _test_links(answer: Answer) -> str:
         got = answer(log)
         if not isinstance(got, dict) or not all(isinstance(each, (set, frozenset)) for each in got.values()):
             raise WrongAnswerError(f"The result must be a dict of sets, got {got!r}.")
-        for pair in sorted(right.keys() | got.keys()):
+        for pair in sorted(right.keys() | got.keys(), key=str):
             expect(
                 got.get(pair, set()) == right.get(pair, set()),
                 f"{case}: for {pair}, the result must be {sorted(right.get(pair, set())) or 'missing'}, got "
-                f"{sorted(got.get(pair, set())) or 'nothing'}. The log is:\n{log}",
+                f"{sorted(got.get(pair, set()), key=str) or 'nothing'}. The log is:\n{log}",
             )
     return "If one host falls back to TCP, every all-reduce becomes slower, but no error is raised."
 
