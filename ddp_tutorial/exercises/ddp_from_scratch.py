@@ -169,9 +169,9 @@ class _Watched:
     def __init__(self, work: Any, log: _Log) -> None:
         self.work, self.log = work, log
 
-    def wait(self) -> None:
+    def wait(self, *timeout: Any) -> Any:
         self.log.waited |= self.log.in_backward
-        self.work.wait()
+        return self.work.wait(*timeout)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.work, name)

@@ -113,7 +113,6 @@ def _test_bring_back(answer: Answer) -> str:
     with _pool(2) as ranks:
         for drift in _DRIFT.values():
             ranks.execute(drift, on=[1])
-        ranks.execute("marker = object()")
         before, pids = _state(ranks), [each["pid"] for each in ranks.status()]
         _ask(answer, ranks)
         after = _state(ranks)

@@ -200,12 +200,12 @@ class _Recorded:
     def __init__(self, work: Any, call: dict[str, Any], now: Callable[[], int]) -> None:
         self.work, self.call, self.now = work, call, now
 
-    def wait(self) -> Any:
+    def wait(self, *timeout: Any) -> Any:
         self.call.setdefault("waited", self.now())
-        return self.work.wait()
+        return self.work.wait(*timeout)
 
-    def is_completed(self) -> bool:
-        return bool(self.work.is_completed())
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.work, name)
 
 
 @contextmanager
