@@ -4,8 +4,10 @@ import inspect
 import re
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 
 from ddp_tutorial.museum import INVARIANTS, MUSEUM, examine
 from ddp_tutorial.museum.correct import CORRECT
@@ -89,6 +91,25 @@ def test_a_dead_rank_is_reported_and_the_remaining_programs_are_examined() -> No
     found = examine({"first": says_nothing, "dies": dies, "last": says_nothing})
     assert "a rank crashed" in found["dies"]["hang"]
     assert found["first"] == found["last"] == dict.fromkeys(applying(says_nothing), "")
+
+
+def diverges(world: World) -> dict[str, Any]:
+    return {"loss": float("nan"), "weights": torch.tensor([1.0, float("nan")])}
+
+
+def takes_any_file_for_a_finished_run(world: World, folder: Path) -> dict[str, torch.Tensor] | None:
+    if (folder / "done.pt").exists():
+        return None
+    torch.save(obj=1, f=folder / "done.pt")
+    return {"weights": torch.ones(2)}
+
+
+def test_equal_nan_is_no_alarm_and_a_missing_result_is_one() -> None:
+    programs = [diverges, takes_any_file_for_a_finished_run]
+    found = examine({program.__name__: program for program in programs})
+    assert not alarms(found, diverges)
+    missing = "killed during write 1: weights: the resumed run does not return this value"
+    assert alarms(found, takes_any_file_for_a_finished_run) == {"cuts": missing}
 
 
 def test_files_of_programs_are_removed_even_if_a_rank_dies(tmp_path: Path) -> None:

@@ -68,7 +68,7 @@ class _Stream(IterableDataset[int]):
         self.world, self.readers = world, readers
 
     def __iter__(self) -> Iterator[int]:
-        world, mine = self.world, iter(range(24))
+        world = self.world
         for reader in range(self.readers):  # simulates parallel workers
             place = world.rank * self.readers + reader
             mine = islice(range(24), world.rank, None, world.size)

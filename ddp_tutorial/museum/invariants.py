@@ -216,11 +216,15 @@ def _difference(first: Mapping[str, Any], second: Mapping[str, Any], of_first: s
     return ""
 
 
-def _equal(first: Any, second: Any) -> bool:
+def _equal(first: Any, second: Any, tolerance: float = _TOLERANCE) -> bool:
+    """Return whether two results are equal. NaN equals NaN, because a run may diverge in the same way again."""
     if isinstance(first, torch.Tensor):
-        return first.shape == second.shape and torch.allclose(first, second, rtol=_TOLERANCE, atol=_TOLERANCE)
+        return first.shape == second.shape and torch.allclose(
+            first, second, rtol=tolerance, atol=tolerance, equal_nan=True
+        )
     if isinstance(first, float):
-        return math.isclose(first, second, rel_tol=_TOLERANCE, abs_tol=_TOLERANCE)
+        both_nan = math.isnan(first) and math.isnan(second)
+        return both_nan or math.isclose(first, second, rel_tol=tolerance, abs_tol=tolerance)
     return bool(first == second)
 
 
@@ -322,9 +326,10 @@ def _after_a_cut(whole: Outcome, first: Outcome, second: Outcome) -> str:
     if second.error:
         return f"the restart fails with {second.error.splitlines()[0][:90]}"
     for name, value in _claims(whole).items():
-        other = second.result.get(name)
-        same = torch.equal(value, other) if isinstance(value, torch.Tensor) else value == other
-        if not same:
+        other = _claims(second).get(name)
+        if other is None:
+            return f"{name}: the resumed run does not return this value"
+        if not _equal(value, other, tolerance=0.0):
             return f"{name}: {_describe_difference(value, other, 'the uninterrupted run', 'the resumed run')}"
     saved = max((steps for steps in first.saves if steps < first.steps), default=0)
     if second.steps > whole.steps - saved:

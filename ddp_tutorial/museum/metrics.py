@@ -33,7 +33,7 @@ def divides_sum_by_count(world: World) -> Result:
 
 def averages_accuracies(world: World) -> Result:
     model = net(nn.LayerNorm(8))
-    _, x, y = (part[: 15 if world.is_main else 9] if world.size > 1 else part for part in _shard(world))
+    _, x, y = _shard(world)
     accuracy = (model(x) - y).abs().lt(1).double().mean()
     dist.all_reduce(accuracy, dist.ReduceOp.AVG)
     return {"accuracy": accuracy.item()}

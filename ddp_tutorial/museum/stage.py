@@ -171,12 +171,12 @@ def _counted(outcome: Outcome) -> Iterator[None]:
 
     real = torch.save
 
-    def save(state: object, path: Any, *args: Any, **options: Any) -> None:
-        real(state, path, *args, **options)
+    def save(obj: object, f: Any, *args: Any, **options: Any) -> None:
+        real(obj, f, *args, **options)
         outcome.saves.append(outcome.steps)
 
     hook = register_optimizer_step_post_hook(step)
-    torch.save = save  # type: ignore[assignment]
+    torch.save = save
     try:
         yield
     finally:
@@ -217,16 +217,16 @@ def cut_in_write(number: int) -> Around:
     def around(outcome: Outcome) -> Iterator[None]:
         counted = torch.save
 
-        def save(state: object, path: Any, *args: Any, **options: Any) -> None:
+        def save(obj: object, f: Any, *args: Any, **options: Any) -> None:
             if len(outcome.saves) + 1 < number:
-                return counted(state, path, *args, **options)
+                return counted(obj, f, *args, **options)
             whole = io.BytesIO()
-            counted(state, whole, *args, **options)
+            counted(obj, whole, *args, **options)
             outcome.saves.pop()
-            Path(path).write_bytes(whole.getvalue()[: len(whole.getvalue()) // 2])
+            Path(f).write_bytes(whole.getvalue()[: len(whole.getvalue()) // 2])
             raise CutError(f"killed while writing file {number}")
 
-        torch.save = save  # type: ignore[assignment]
+        torch.save = save
         try:
             yield
         finally:
