@@ -3,18 +3,22 @@
 import ast
 import builtins
 import importlib
+import math
 import os
 import pkgutil
 import re
 import runpy
 import signal
+import subprocess
 import sys
 import threading
 import time
 from contextlib import nullcontext
+from copy import deepcopy
 from pathlib import Path
 from tempfile import mkdtemp
 from types import ModuleType
+from unittest.mock import patch
 
 import nbformat
 import psutil
@@ -22,13 +26,24 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch.multiprocessing.spawn import ProcessException
+from torch.nn import functional as F
 
 import ddp_tutorial.exercises
 import forked
 from ddp_tutorial.cluster import Cluster, unsupported_reason
 from ddp_tutorial.ddp.config import DDPConfig
 from ddp_tutorial.ddp.wrappers import data_parallel
-from ddp_tutorial.exercises import Card, Exercise, WrongAnswerError, expect, fault_tolerance, globals_in, plain_torch
+from ddp_tutorial.exercises import (
+    Card,
+    Exercise,
+    WrongAnswerError,
+    expect,
+    fault_tolerance,
+    globals_in,
+    plain_torch,
+    processes,
+    reading_data_fast,
+)
 from ddp_tutorial.exercises.torchrun import LIMIT_SECONDS, Torchrun
 from ddp_tutorial.experiments.notebooks import find_notebooks
 from ddp_tutorial.processes.launcher import launch
@@ -165,6 +180,152 @@ def test_memory_that_a_torch_thread_releases_late_is_tolerated():
 
     right, said = exercise.verdict(slow_to_let_go)
     assert right, said
+
+
+def pads_a_list_in_place(indices, rank, size):
+    while len(indices) % size:
+        indices.append(None)
+    return (index for index in indices[rank::size] if index is not None)
+
+
+def counts_gradients_from_one(ready, nbytes, latency, bandwidth):
+    buckets = EXERCISES["choosing_a_bucket_size.best_buckets"].solution([*ready], [*nbytes], latency, bandwidth)
+    ready.insert(0, 0.0)
+    nbytes.insert(0, 0)
+    return buckets
+
+
+def drops_out_in_place(x, indices, p, seed, step):
+    return x.copy_(EXERCISES["randomness.sample_dropout"].solution(x, indices, p, seed, step))
+
+
+def ring_of_equal_chunks(world, tensor):
+    padded = F.pad(tensor, (0, -len(tensor) % world.size))
+    send, recv = dist.send, dist.recv
+    tagged = {
+        "send": lambda data, other: send(data, other, tag=1),
+        "recv": lambda data, other: recv(data, other, tag=1),
+    }
+    with patch.multiple(dist, **tagged):
+        EXERCISES["collectives.whole_ring"].solution(world, padded)
+    tensor.copy_(padded[: len(tensor)])
+
+
+def halves_of_equal_chunks(world, tensor):
+    padded = F.pad(tensor, (0, -len(tensor) % world.size))
+    EXERCISES["collectives.halving_doubling"].solution(world, padded)
+    tensor.copy_(padded[: len(tensor)])
+
+
+def validates_before_the_first_step(world, step, validate, most):
+    best = math.inf
+    for steps in range(most + 1):
+        if steps:
+            step()
+        both = torch.tensor(validate())
+        dist.all_reduce(both)
+        if steps and both[0] / both[1] >= best:
+            return steps
+        best = both[0] / both[1]
+    return most
+
+
+def warms_up_each_setup_twice(setups, rounds, synchronize):
+    for name in setups:
+        for _ in range(2):
+            setups[name]()
+            synchronize()
+    measured = EXERCISES["scaling.fair_benchmark"].solution(setups, rounds, synchronize)
+    return {name: measured[name] for name in reversed(setups)}
+
+
+class KeepsTheLoadedDict(EXERCISES["sharding_data.step_sampler"].solution):
+    """Sampler that continues to use the dict that was loaded, as its own state."""
+
+    def __init__(self, *arguments):
+        self.state = {}
+        super().__init__(*arguments)
+
+    def __setattr__(self, name, value):
+        (self.state if name in {"epoch", "taken"} else vars(self))[name] = value
+
+    def __getattr__(self, name):
+        return vars(self)["state"][name]
+
+    def state_dict(self):
+        return dict(self.state)
+
+    def load_state_dict(self, state):
+        self.state = state
+
+
+DIFFERENT = {
+    "quickstart.shard_samples": pads_a_list_in_place,
+    "choosing_a_bucket_size.best_buckets": counts_gradients_from_one,
+    "randomness.sample_dropout": drops_out_in_place,
+    "collectives.whole_ring": ring_of_equal_chunks,
+    "collectives.halving_doubling": halves_of_equal_chunks,
+    "debugging_hangs.train_until_flat": validates_before_the_first_step,
+    "scaling.fair_benchmark": warms_up_each_setup_twice,
+    "sharding_data.step_sampler": KeepsTheLoadedDict,
+}
+
+
+@pytest.mark.usefixtures("patient")
+@pytest.mark.parametrize("name", DIFFERENT)
+def test_a_correct_answer_that_differs_from_the_solution_passes(name):
+    right, said = EXERCISES[name].verdict(DIFFERENT[name])
+    assert right, said
+
+
+def test_exit_codes_may_be_a_tuple(monkeypatch):
+    monkeypatch.setattr(processes, "_TORCH_WORKER", "")
+    exercise = EXERCISES["processes.mini_torchrun"]
+    right, said = exercise.verdict(lambda *arguments, **options: tuple(exercise.solution(*arguments, **options)))
+    assert right, said
+
+
+def test_workers_that_cannot_reach_each_other_are_reported(monkeypatch):
+    """The other variables are correct, so only `init_process_group` notices the wrong address."""
+    start = subprocess.Popen
+    monkeypatch.setattr(processes, "_JOIN", 0.5)
+    monkeypatch.setattr(
+        subprocess, "Popen", lambda command, env: start(command, env=env | {"MASTER_ADDR": "192.0.2.1"})
+    )
+    right, said = EXERCISES["processes.mini_torchrun"].verdict(EXERCISES["processes.mini_torchrun"].solution)
+    assert not right
+    assert said.startswith("Not yet. Two workers that call init_process_group and all_reduce must exit with code 0")
+
+
+def test_an_unexpected_key_is_shown_and_not_sorted():
+    exercise = EXERCISES["cluster.links"]
+    right, said = exercise.verdict(lambda log: exercise.solution(log) | {(None, "n1"): {None, "NET/IB"}})
+    assert not right
+    assert "for (None, 'n1'), the result must be missing, got ['NET/IB', None]" in said
+
+
+def test_an_answer_that_changes_its_argument_does_not_change_the_next_check():
+    exercise = EXERCISES["reading_data_fast.file_ranges"]
+    before = deepcopy(reading_data_fast._CASES)
+    assert not exercise.verdict(lambda lengths, rank, size: lengths.append(0))[0]
+    assert before == reading_data_fast._CASES
+
+
+def test_an_answer_that_exits_does_not_end_the_kernel():
+    right, said = EXERCISES["quickstart.shard_samples"].verdict(lambda indices, rank, size: sys.exit(3))
+    assert not right
+    assert "Your answer raised SystemExit: 3" in said
+
+
+@pytest.mark.parametrize("name", [name for name in EXERCISES if isinstance(EXERCISES[name].solution, Path)])
+def test_importing_a_script_changes_no_signal_handler(name):
+    """`progress` imports all modules of the package, including the scripts."""
+    before = {number: signal.getsignal(number) for number in signal.valid_signals()}
+    runpy.run_path(str(EXERCISES[name].solution))
+    after = {number: signal.getsignal(number) for number in signal.valid_signals()}
+    for number in (signal.SIGTERM, signal.SIGUSR1):
+        signal.signal(number, before[number])
+    assert after == before
 
 
 @pytest.fixture(scope="module")
