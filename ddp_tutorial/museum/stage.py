@@ -10,11 +10,12 @@ import itertools
 import signal
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -102,7 +103,7 @@ class Stage:
         world = World() if alone else replace(self.world, timeout=limit)
         outcome, began = Outcome(), time.monotonic()
         torch.manual_seed(1000 + self.world.rank)
-        with _default(group), _counted(outcome), (around or _undisturbed)(outcome):
+        with _default(group), _counted(outcome), around(outcome) if around else nullcontext():
             try:
                 outcome.result = program(world, *args, **settings)
             except SystemExit as left:
@@ -175,18 +176,8 @@ def _counted(outcome: Outcome) -> Iterator[None]:
         real(obj, f, *args, **options)
         outcome.saves.append(outcome.steps)
 
-    hook = register_optimizer_step_post_hook(step)
-    torch.save = save
-    try:
+    with register_optimizer_step_post_hook(step), patch.object(torch, "save", save):
         yield
-    finally:
-        torch.save = real
-        hook.remove()
-
-
-@contextmanager
-def _undisturbed(outcome: Outcome) -> Iterator[None]:
-    yield
 
 
 # ---------------------------------------------------------------------------------------------------- faults and checks
@@ -201,11 +192,8 @@ def cut_after_step(number: int) -> Around:
             if outcome.steps == number:
                 raise CutError(f"killed after step {number}")
 
-        hook = register_optimizer_step_post_hook(step)
-        try:
+        with register_optimizer_step_post_hook(step):
             yield
-        finally:
-            hook.remove()
 
     return around
 
@@ -226,11 +214,8 @@ def cut_in_write(number: int) -> Around:
             Path(f).write_bytes(whole.getvalue()[: len(whole.getvalue()) // 2])
             raise CutError(f"killed while writing file {number}")
 
-        torch.save = save
-        try:
+        with patch.object(torch, "save", save):
             yield
-        finally:
-            torch.save = counted
 
     return around
 
@@ -247,11 +232,8 @@ def an_error(outcome: Outcome) -> Iterator[None]:
             outcome.was_struck = True
             raise StrikeError("a bad batch")
 
-    hook = register_module_forward_pre_hook(forward)
-    try:
+    with register_module_forward_pre_hook(forward):
         yield
-    finally:
-        hook.remove()
 
 
 @contextmanager
@@ -266,12 +248,9 @@ def a_sigterm(outcome: Outcome) -> Iterator[None]:
             outcome.was_struck = True
             signal.raise_signal(signal.SIGTERM)
 
-    signal.signal(signal.SIGTERM, by_default)
-    hook = register_optimizer_step_post_hook(step)
-    try:
+    signal.signal(signal.SIGTERM, by_default)  # `_default` restores the handler
+    with register_optimizer_step_post_hook(step):
         yield
-    finally:
-        hook.remove()
 
 
 def checked(world: World, detectors: Callable[[], Sequence[Detector]]) -> Around:
@@ -293,8 +272,8 @@ def checked(world: World, detectors: Callable[[], Sequence[Detector]]) -> Around
                     limit = replace(world, timeout=timedelta(seconds=LONG_TIMEOUT))
                     checks.append(stack.enter_context(checking(limit, models[0], optimizer, detectors(), every=1)))
 
-            for hook in (register_module_forward_pre_hook(forward), register_optimizer_step_pre_hook(step)):
-                stack.callback(hook.remove)
+            stack.enter_context(register_module_forward_pre_hook(forward))
+            stack.enter_context(register_optimizer_step_pre_hook(step))
             yield
             outcome.findings = [(finding.detector, str(finding)) for each in checks for finding in each.findings]
 
