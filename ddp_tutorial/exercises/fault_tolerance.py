@@ -15,7 +15,14 @@ import torch
 
 from ddp_tutorial.exercises import Answer, Exercise, WrongAnswerError, expect
 from ddp_tutorial.exercises.torchrun import Torchrun, WrongScript, read_script
-from ddp_tutorial.exercises.words import course, lines_of, make_words, wrong_after_resuming, wrong_from_the_start
+from ddp_tutorial.exercises.words import (
+    course,
+    lines_of,
+    load_checkpoint,
+    make_words,
+    wrong_after_resuming,
+    wrong_from_the_start,
+)
 
 # ------------------------------------------------------------------------------------------- 1. which hosts to exclude
 
@@ -277,8 +284,6 @@ _SEEN = _EVERY + 4  # steps that the first two attempts take before they receive
 _FOREVER = 20_000  # steps of the interrupted attempts; finite in case the interruption fails
 _SOLUTION = Path(__file__).with_name("fault_tolerance_script.py")
 
-State = dict[str, Any]
-
 
 def _test_elastic_script(answer: Path | str | WrongScript) -> str:
     with TemporaryDirectory() as name:
@@ -298,7 +303,7 @@ def _test_elastic_script(answer: Path | str | WrongScript) -> str:
                 f"On one rank, the script must train until step {stop} and exit with code 0, got step {last} and exit "
                 f"code {code}. {run.error()}",
             )
-        weights = _load(folder)["model"]
+        weights = load_checkpoint(folder / "state.pt", "The run on one rank has finished")["model"]
     right = course(stop).weights
     apart = max(float((weights[each] - right[each]).abs().max()) for each in right)
     expect(
@@ -319,19 +324,6 @@ def _require_lines(run: Torchrun, when: str, done: int) -> None:
     lines = lines_of(run.printed())
     mistake = wrong_after_resuming(lines, done) if done else wrong_from_the_start(lines)
     expect(not mistake, f"{when}: {mistake}")
-
-
-def _load(folder: Path) -> State:
-    expect(
-        (folder / "state.pt").exists(),
-        "There is no checkpoint. Save one every EVERY steps, and before the script stops.",
-    )
-    saved: State = torch.load(folder / "state.pt")
-    whole = isinstance(saved, dict) and isinstance(saved.get("step"), int) and isinstance(saved.get("model"), dict)
-    expect(whole, "The checkpoint must be a dict with an integer 'step' and a state dict 'model'.")
-    names = list(course(0).weights)
-    expect(list(saved["model"]) == names, f"The keys of 'model' must be {names}, got {list(saved['model'])}.")
-    return saved
 
 
 def _run_until(run: Torchrun, many: int, when: str, done: int) -> None:
@@ -355,7 +347,7 @@ def _stop_by_sigterm(script: Path, folder: Path) -> int:
             f"Rank 1 received SIGTERM during step {last} or earlier. All ranks must save and exit with code 0, but "
             f"torchrun exited with code {code}. {run.error()}",
         )
-    step = int(_load(folder)["step"])
+    step = int(load_checkpoint(folder / "state.pt", "Rank 1 received SIGTERM")["step"])
     expect(step == last, f"After SIGTERM, the checkpoint must be from the last step, {last}, got step {step}.")
     return step
 
@@ -367,7 +359,7 @@ def _kill_one_of_three(script: Path, folder: Path, done: int) -> int:
         run.kill(rank=2)
         run.wait()
         _require_lines(run, f"On three ranks, after step {done}", done)
-    step = int(_load(folder)["step"])
+    step = int(load_checkpoint(folder / "state.pt", "Rank 2 of 3 was killed")["step"])
     expect(step > done, f"The run resumed after step {done} and took {_SEEN} steps without saving a checkpoint.")
     return step
 

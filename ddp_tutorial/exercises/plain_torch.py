@@ -13,9 +13,17 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 
-from ddp_tutorial.exercises import Answer, Exercise, WrongAnswerError, expect, numbers, on_ranks
+from ddp_tutorial.exercises import Answer, Exercise, expect, numbers, on_ranks
 from ddp_tutorial.exercises.torchrun import Torchrun, WrongScript, read_script
-from ddp_tutorial.exercises.words import course, lines_of, make_words, wrong_after_resuming, wrong_from_the_start
+from ddp_tutorial.exercises.words import (
+    State,
+    course,
+    lines_of,
+    load_checkpoint,
+    make_words,
+    wrong_after_resuming,
+    wrong_from_the_start,
+)
 from ddp_tutorial.world import World
 
 # ------------------------------------------------------------------------------------------- 1. the step to resume from
@@ -244,8 +252,6 @@ _LATER = 20  # steps after the checkpoint, across the end of an epoch
 _FOREVER = 20_000  # steps of the run that is killed; finite in case the kill fails
 _SOLUTION = Path(__file__).with_name("plain_torch_script.py")
 
-State = dict[str, Any]
-
 
 def _test_train_script(answer: Path | str | WrongScript) -> str:
     with TemporaryDirectory() as name:
@@ -307,26 +313,7 @@ def _kill_and_load(script: Path, folder: Path) -> State:
             f"{printed[:60].splitlines()[0]!r}.",
         )
         run.wait()
-    return _load(folder / "killed.pt", f"Rank 1 was killed after step {_SEEN}")
-
-
-def _load(checkpoint: Path, when: str) -> State:
-    expect(checkpoint.exists(), f"{when}, and there is no checkpoint. Save every EVERY steps and after the last step.")
-    try:
-        saved = torch.load(checkpoint)
-    except Exception as error:
-        message = f"{when}, but torch.load cannot read the checkpoint. {type(error).__name__}: {str(error)[:200]}"
-        raise WrongAnswerError(message) from None
-    is_whole = isinstance(saved, dict) and isinstance(saved.get("step"), int) and isinstance(saved.get("model"), dict)
-    expect(is_whole, "The checkpoint must be a dict with an integer 'step' and a state dict 'model'.")
-    names, own = list(course(0).weights), list(saved["model"])
-    advice = (
-        " Save the state dict of the model inside DDP with ddp.module.state_dict()."
-        if own[:1] == [f"module.{names[0]}"]
-        else ""
-    )
-    expect(own == names, f"The keys of 'model' in the checkpoint must be {names}, got {own}.{advice}")
-    return saved
+    return load_checkpoint(folder / "killed.pt", f"Rank 1 was killed after step {_SEEN}")
 
 
 def _finished(run: Torchrun, what: str, checkpoint: Path, stop: int, begin: int = 0) -> State:
@@ -338,7 +325,7 @@ def _finished(run: Torchrun, what: str, checkpoint: Path, stop: int, begin: int 
     made = begin + len(lines)
     expect(code is not None and made == stop, f"{what} must end after step {stop}, got {made} steps. {run.error()}")
     expect(code == 0, f"{what} took all {stop} steps, and then torchrun exited with code {code}. {run.error()}")
-    saved = _load(checkpoint, f"{what} finished step {stop}")
+    saved = load_checkpoint(checkpoint, f"{what} finished step {stop}")
     expect(saved["step"] == stop, f"{what} finished step {stop}, but its last checkpoint is from step {saved['step']}.")
     return dict(saved["model"])
 

@@ -1,4 +1,4 @@
-"""Single-process reference for the exercise `plain_torch.train_script`, with variants that make common mistakes.
+"""Single-process reference for the exercises that train a script, with variants that make common mistakes.
 
 A run prints the loss and the number of letters for each step. The number of letters reveals which words the run read,
 and the loss reveals how the run weighted the words. To diagnose an incorrect answer, the check simulates common
@@ -9,13 +9,17 @@ import re
 from collections.abc import Callable, Iterator, Sequence
 from functools import cache, lru_cache
 from itertools import count, islice, product
-from typing import NamedTuple
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from ddp_tutorial.exercises import WrongAnswerError, expect
 from ddp_tutorial.sharding.stories import story
+
+State = dict[str, Any]  # contents of a checkpoint
 
 WORDS, BATCH = 200, 16
 STEPS_AN_EPOCH = 13  # 12 steps with 16 words, and one step with 8 words
@@ -271,3 +275,25 @@ def wrong_after_resuming(lines: Sequence[Line], saved: int) -> str:
     if difference:
         return f"{resumed}different weights. {difference} Do all ranks load the weights?"
     return ""
+
+
+def load_checkpoint(checkpoint: Path, when: str) -> State:
+    """Load the checkpoint of a learner's script, or raise `WrongAnswerError`. `when` describes the current moment."""
+    expect(
+        checkpoint.exists(), f"{when}, and there is no checkpoint. Save every EVERY steps, and before the script exits."
+    )
+    try:
+        saved = torch.load(checkpoint)
+    except Exception as error:
+        message = f"{when}, but torch.load cannot read the checkpoint. {type(error).__name__}: {str(error)[:200]}"
+        raise WrongAnswerError(message) from None
+    is_whole = isinstance(saved, dict) and isinstance(saved.get("step"), int) and isinstance(saved.get("model"), dict)
+    expect(is_whole, "The checkpoint must be a dict with an integer 'step' and a state dict 'model'.")
+    names, own = list(course(0).weights), list(saved["model"])
+    advice = (
+        " Save the state dict of the model inside DDP with ddp.module.state_dict()."
+        if own[:1] == [f"module.{names[0]}"]
+        else ""
+    )
+    expect(own == names, f"The keys of 'model' in the checkpoint must be {names}, got {own}.{advice}")
+    return saved
