@@ -33,8 +33,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import CodeType
 from typing import Any
+from unittest.mock import patch
 
 import torch
+import torch.distributed as dist
 
 from ddp_tutorial.exercises.passed import Progress, progress_in, remember
 from ddp_tutorial.processes.console import in_notebook
@@ -293,6 +295,23 @@ def number(answer: Answer, *arguments: object) -> float:
     if isinstance(result, bool) or not isinstance(result, (int, float)):
         raise WrongAnswerError(f"The result must be a number, got {result!r}.")
     return result
+
+
+@contextmanager
+def counted(names: Sequence[str]) -> Iterator[list[str]]:
+    """Yield a list to which each call of one of these `torch.distributed` functions appends the function's name."""
+    calls: list[str] = []
+
+    def counting(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **options: Any) -> Any:
+            calls.append(name)
+            return function(*args, **options)
+
+        return call
+
+    changed: dict[str, Any] = {name: counting(name, getattr(dist, name)) for name in names}
+    with patch.multiple(dist, **changed):
+        yield calls
 
 
 def on_ranks(run: Callable[..., Any], nprocs: int, *args: Any, stuck: str, timeout: float) -> list[Any]:

@@ -12,7 +12,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 
-from ddp_tutorial.exercises import Answer, Exercise, expect, numbers, on_ranks
+from ddp_tutorial.exercises import Answer, Exercise, counted, expect, numbers, on_ranks
 from ddp_tutorial.world import World
 
 # ---------------------------------------------------------------------------------------------- 1. the last micro-batch
@@ -454,24 +454,14 @@ def _expected_steps() -> list[tuple[float, torch.Tensor]]:
 
 def _run_accumulator(world: World, answer: Answer) -> tuple[list[tuple[Any, torch.Tensor, list[str]]], float]:
     """Return each step's loss, weights and collectives, and the final weight of a small bfloat16 model."""
-    called: list[str] = []
-    for name in _COLLECTIVES:
-        original = getattr(dist, name)
-
-        def counted(*args: Any, _name: str = name, _original: Any = original, **options: Any) -> Any:
-            called.append(_name)
-            return _original(*args, **options)
-
-        setattr(dist, name, counted)  # in this rank's process only
     model = _Heads()
     optimizer, accumulator, results = _adamw(model), answer(model), []
-    called.clear()
     for step in range(len(_STEPS)):
-        for pair in _samples(step, world.rank):
-            accumulator.backward(_square(model, *pair), len(pair[0]))
-        loss = accumulator.step(optimizer, 1.0)
-        results.append((loss, _vector(model), list(called)))
-        called.clear()
+        with counted(_COLLECTIVES) as called:
+            for pair in _samples(step, world.rank):
+                accumulator.backward(_square(model, *pair), len(pair[0]))
+            loss = accumulator.step(optimizer, 1.0)
+        results.append((loss, _vector(model), called))
     tiny = nn.Linear(1, 1, bias=False).bfloat16()
     nn.init.zeros_(tiny.weight)
     accumulator = answer(tiny)

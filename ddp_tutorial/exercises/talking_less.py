@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -222,11 +223,8 @@ def _recorded(now: Callable[[], int]) -> Iterator[list[dict[str, Any]]]:
             return None
         return _Recorded(work, calls[-1], now)
 
-    dist.all_reduce = all_reduce
-    try:
+    with patch.object(dist, "all_reduce", all_reduce):
         yield calls
-    finally:
-        dist.all_reduce = real
 
 
 def _test_report(answer: Answer) -> str:

@@ -1,7 +1,6 @@
 """Exercises for notebook 09_what_is_not_synced: gradient clipping, unequal batch counts, and synchronized BatchNorm."""
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,7 +9,7 @@ import torch.distributed as dist
 from torch import nn
 
 from ddp_tutorial.collectives import all_gather
-from ddp_tutorial.exercises import Answer, Exercise, expect, numbers, on_ranks
+from ddp_tutorial.exercises import Answer, Exercise, counted, expect, numbers, on_ranks
 from ddp_tutorial.world import World
 
 _STUCK = "A rank waits forever for the others. Every rank must enter the same collectives in the same order."
@@ -285,38 +284,11 @@ to_the_last_batch = Exercise(
 
 # -------------------------------------------------------------------------------------------- 3. synchronized BatchNorm
 
-_COLLECTIVES: tuple[str, ...] = (
-    "all_reduce",
-    "all_gather",
-    "all_gather_into_tensor",
-    "all_gather_object",
-    "broadcast",
-    "reduce",
+_COLLECTIVES = (
+    *("all_reduce", "all_gather", "all_gather_into_tensor", "all_gather_object", "broadcast", "reduce"),
+    *("reduce_scatter_tensor", "all_to_all_single", "all_to_all", "gather", "scatter", "barrier"),
 )
-_COLLECTIVES += ("reduce_scatter_tensor", "all_to_all_single", "all_to_all", "gather", "scatter", "barrier")
 _WEIGHT, _BIAS, _MOMENTUM = (1.5, -0.5), (0.25, 2.0), 0.1
-
-
-@contextmanager
-def _counted() -> Iterator[list[str]]:
-    """Yield a list to which each `torch.distributed` collective appends its name."""
-    calls: list[str] = []
-    originals = {name: getattr(dist, name) for name in _COLLECTIVES}
-
-    def counting(name: str) -> Callable[..., Any]:
-        def call(*args: Any, **options: Any) -> Any:
-            calls.append(name)
-            return originals[name](*args, **options)
-
-        return call
-
-    for name in originals:
-        setattr(dist, name, counting(name))
-    try:
-        yield calls
-    finally:
-        for name, original in originals.items():
-            setattr(dist, name, original)
 
 
 @dataclass(frozen=True)
@@ -360,7 +332,7 @@ def _one_batch(world: World, answer: Answer, samples: _Samples) -> dict[str, Any
         layer.bias.copy_(torch.tensor(_BIAS))
     x, weights = (tensor.split(samples.parts)[world.rank] for tensor in samples.union())
     x = x.clone().requires_grad_()
-    with _counted() as calls:
+    with counted(_COLLECTIVES) as calls:
         out = layer(x)
         in_forward = list(calls)
         shape = list(out.shape) if isinstance(out, torch.Tensor) else repr(out)
