@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from ddp_tutorial.exercises import Answer, Exercise, expect, on_ranks
+from ddp_tutorial.exercises import Answer, Exercise, WrongAnswerError, expect, on_ranks
 from ddp_tutorial.world import World
 
 # ---------------------------------------------------------------------------------------------------- 1. find all state
@@ -109,14 +109,14 @@ def _test_state(answer: Answer) -> str:
         resumed.restore(state)
         for name in _STATE:
             if not _equal(_value_of(resumed, name), there[name]):
-                what = f"must be restored to its value after step {saved_at}, when it was saved, but differs"
-                copied = name not in state or _equal(_value_of(resumed, name), _value_of(MiniTrainer(), name))
-                if copied:
-                    expect(False, f"{name!r} {what}. {_WHY[name]}")
-                expect(
-                    False,
-                    f"{name!r} {what}: further training changed the saved state. A state_dict contains references to "
-                    "the tensors, so copy the tensors.",
+                why = (
+                    f". {_WHY[name]}"
+                    if name not in state or _equal(_value_of(resumed, name), _value_of(MiniTrainer(), name))
+                    else ": further training changed the saved state. A state_dict contains references to the tensors, "
+                    "so copy the tensors."
+                )
+                raise WrongAnswerError(
+                    f"{name!r} must be restored to its value after step {saved_at}, when it was saved, but differs{why}"
                 )
         for _ in range(3):
             resumed.step()
@@ -623,9 +623,7 @@ def _survive(world: World, answer: Any) -> str:
                 moment = chance.randint(1, max(1, lines[rank][0 if own else 1]))
                 killer = _Killer(answer, moment if own else None, None if own else moment)
                 both = chance.random() < 0.2
-                killers = {each: copy.copy(killer) for each in range(_RANKS) if both or each == rank}
-                for each in killers.values():
-                    each.seen = [0, 0]
+                killers = {each: copy.deepcopy(killer) for each in range(_RANKS) if both or each == rank}
                 notes = _attempt(answer, folder, killers if kills < _KILLS else {})
                 durable = _judge(notes, durable, happened)
                 done = len(notes["done"]) == _RANKS

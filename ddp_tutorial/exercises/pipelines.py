@@ -45,13 +45,20 @@ def _test_order(answer: Answer) -> str:
     return "Two real ranks ran your order, and their gradient is bitwise identical to the gradient of one process."
 
 
-def _row(answer: Answer, stage: int, stages: int, micro_batches: int) -> list[Action]:
-    got = answer(stage, stages, micro_batches)
+_Row = list[tuple[str, int]]
+
+
+def _pairs(got: Any) -> _Row:
+    """Return the answer's result as a list of (kind, micro-batch)."""
     try:
-        row = [(str(kind), int(m)) for kind, m in got]
+        return [(str(kind), int(m)) for kind, m in got]
     except (TypeError, ValueError):
         raise WrongAnswerError(f"The result must be a list such as [('F', 0), ('B', 0)], got {got!r}.") from None
-    expect({kind for kind, _ in row} <= {"F", "B"}, f"An action must be 'F' or 'B', got {got!r}.")
+
+
+def _row(answer: Answer, stage: int, stages: int, micro_batches: int) -> list[Action]:
+    row = _pairs(answer(stage, stages, micro_batches))
+    expect({kind for kind, _ in row} <= {"F", "B"}, f"An action must be 'F' or 'B', got {row}.")
     return [Action("F" if kind == "F" else "B", stage, m) for kind, m in row]
 
 
@@ -156,7 +163,6 @@ order_of_1f1b = Exercise(
 # ------------------------------------------------------------------------------------------------------ 2. zero bubble
 
 _ROWS = [(1, 3), (2, 2), (2, 5), (3, 4), (4, 8), (4, 5)]  # stages, micro-batches
-_Row = list[tuple[str, int]]
 
 
 def _times(table: Sequence[_Row]) -> list[dict[tuple[str, int], int]]:
@@ -195,13 +201,7 @@ def _test_zero_bubble(answer: Answer) -> str:
         case = f"{stages} stages, {micro_batches} micro-batches"
         table = []
         for stage in range(stages):
-            got = answer(stage, stages, micro_batches)
-            try:
-                row = [(str(kind), int(m)) for kind, m in got]
-            except (TypeError, ValueError):
-                raise WrongAnswerError(
-                    f"The result must be a list such as [('F', 0), ('B', 0)], got {got!r}."
-                ) from None
+            row = _pairs(answer(stage, stages, micro_batches))
             wanted = sorted((kind, m) for kind in "FBW" for m in range(micro_batches))
             expect(
                 sorted(row) == wanted,
