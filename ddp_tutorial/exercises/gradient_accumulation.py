@@ -8,11 +8,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 
 from ddp_tutorial.exercises import Answer, Exercise, counted, expect, numbers, on_ranks
+from ddp_tutorial.exercises.plain_torch import counted_hook
 from ddp_tutorial.world import World
 
 # ---------------------------------------------------------------------------------------------- 1. the last micro-batch
@@ -36,12 +36,6 @@ class _Loader:
         return self.batches[self.returned - 1]
 
 
-def _counted(calls: list[int], bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
-    """Run PyTorch's `allreduce_hook`, and record the call in `calls`."""
-    calls.append(1)
-    return allreduce_hook(None, bucket)  # type: ignore[arg-type]  # None: the default group
-
-
 def _linear() -> nn.Module:
     torch.manual_seed(0)
     return nn.Linear(3, 1)
@@ -57,7 +51,7 @@ def _run_synchronize_last(world: World, answer: Answer) -> tuple[list[dict[str, 
     records = []
     for count in _COUNTS:
         ddp, calls = DistributedDataParallel(_linear()), []  # type: ignore[var-annotated]
-        ddp.register_comm_hook(calls, _counted)
+        ddp.register_comm_hook(calls, counted_hook)
         batches = [torch.full((2, 3), 1.0 + world.rank + 2 * number) for number in range(count)]
         loader, seen, ahead = _Loader(batches), [], 0
         for batch in answer(ddp, loader):
@@ -68,7 +62,7 @@ def _run_synchronize_last(world: World, answer: Answer) -> tuple[list[dict[str, 
         records.append({"seen": seen, "given": [float(batch[0, 0]) for batch in batches], "ahead": ahead})
         records[-1] |= {"calls": len(calls), "gradient": None if gradient is None else gradient.clone()}
     ddp, calls = DistributedDataParallel(_linear()), []
-    ddp.register_comm_hook(calls, _counted)
+    ddp.register_comm_hook(calls, counted_hook)
     loop = answer(ddp, _Loader([torch.ones(2, 3)] * 4))
     _loss(ddp, next(loop)).backward()
     loop.close()  # has the same effect as a `break` in the loop

@@ -132,15 +132,15 @@ def _expected() -> tuple[float, torch.Tensor]:
     return loss.item(), nn.utils.parameters_to_vector(model.parameters()).detach()
 
 
-def _counted(times: list[int], bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
-    """Run PyTorch's `allreduce_hook`, and record the call in `times`."""
-    times.append(1)
+def counted_hook(calls: list[int], bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+    """Run PyTorch's `allreduce_hook`, and record the call in `calls`."""
+    calls.append(1)
     return allreduce_hook(None, bucket)  # type: ignore[arg-type]  # None: the default group
 
 
 def _take_ragged_step(world: World, answer: Answer) -> tuple[float, torch.Tensor, bool, int]:
     ddp, times = DistributedDataParallel(_model()), []  # type: ignore[var-annotated]
-    ddp.register_comm_hook(times, _counted)
+    ddp.register_comm_hook(times, counted_hook)
     returned = answer(ddp, _sgd(ddp), _batches(world.rank))
     clean = all(parameter.grad is None or not parameter.grad.any() for parameter in ddp.parameters())
     weights = nn.utils.parameters_to_vector(ddp.parameters()).detach()
