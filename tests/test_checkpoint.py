@@ -5,14 +5,17 @@ import math
 import os
 import pickle
 import random
+import re
 import resource
 import threading
 import time
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from signal import SIGTERM
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -35,7 +38,7 @@ from ddp_tutorial.checkpoint.manifest import (
     verify,
 )
 from ddp_tutorial.checkpoint.resuming import find_resume_point, latest_valid
-from ddp_tutorial.checkpoint.storage import load_shards, write_shards
+from ddp_tutorial.checkpoint.storage import load_shards, read_state, stored, write_shards
 from ddp_tutorial.collectives import all_gather
 from ddp_tutorial.config import ConfigError, named_ranks
 from ddp_tutorial.files import observe_disk
@@ -127,11 +130,72 @@ def test_weights_are_safetensors_and_no_file_is_an_executable_pickle(tmp_path: P
     torch.load(folder / "optimizer.pt", weights_only=True)
 
 
-def test_state_that_could_not_be_loaded_safely_is_rejected_when_saved(tmp_path: Path) -> None:
-    part, _ = value({"good": 1, "bad": [{"path": Path("x")}]})
-    with pytest.raises(CheckpointError, match=r"config\['bad'\]\[0\]\['path'\] is of type PosixPath, which cannot"):
+class _Named(NamedTuple):
+    number: int
+    text: str
+
+
+@pytest.mark.parametrize(
+    ("bad", "told"),
+    [
+        ([{"path": Path("x")}], "config['bad'][0]['path'] is of type PosixPath"),
+        (defaultdict(list), "config['bad'] is of type defaultdict"),
+        ([_Named(3, "x")], "config['bad'][0] is of type _Named"),
+        ({np.int64(1): 2}, "a key of config['bad'] is of type int64"),
+        (np.str_("x"), "config['bad'] is of type str_"),
+    ],
+)
+def test_state_that_could_not_be_loaded_safely_is_rejected_when_saved(bad: Any, told: str, tmp_path: Path) -> None:
+    part, _ = value({"good": 1, "bad": bad})
+    with pytest.raises(CheckpointError, match=re.escape(f"{told}, which cannot be loaded")):
         Checkpointer(tmp_path, {"config": part}, World()).save(1)
     assert not list(tmp_path.iterdir())
+
+
+def test_a_learning_rate_computed_with_numpy_is_saved_and_loaded(tmp_path: Path) -> None:
+    model, optimizer = model_of()
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda number: np.cos(number / 10))
+    step(model, optimizer)
+    schedule.step()
+    assert type(rate := optimizer.param_groups[0]["lr"]) is np.float64
+    parts = {"optimizer": Component(optimizer), "schedule": Component(schedule), "signal": value({"it": SIGTERM})[0]}
+    Checkpointer(tmp_path, parts, World()).save(1)
+    optimizer.param_groups[0]["lr"] = 0.0
+    Checkpointer(tmp_path, parts, World()).load(tmp_path / checkpoint_name(1))
+    assert optimizer.param_groups[0]["lr"] == rate
+    assert stored(tmp_path / checkpoint_name(1), "signal") == {"it": 15}
+
+
+OVERLAPPING = torch.arange(4.0)
+
+
+@pytest.mark.parametrize(
+    "state",
+    [
+        {0: torch.ones(2), 1: torch.zeros(3)},
+        {"whole": OVERLAPPING, "part": OVERLAPPING[1:3]},
+        {"it": torch.ones(2, dtype=torch.complex128)},
+        {"it": torch.eye(3).to_sparse()},
+    ],
+    ids=["names are integers", "overlapping", "complex128", "sparse"],
+)
+def test_tensors_that_safetensors_rejects_are_saved_and_loaded(state: dict[Any, torch.Tensor], tmp_path: Path) -> None:
+    part, loaded = value(state)
+    Checkpointer(tmp_path, {"part": part}, World()).save(1)
+    Checkpointer(tmp_path, {"part": part}, World()).load(tmp_path / checkpoint_name(1))
+    assert loaded.keys() == state.keys()
+    assert all(torch.equal(loaded[name].to_dense(), tensor.to_dense()) for name, tensor in state.items())
+
+
+def test_an_unreadable_file_is_named_even_if_the_error_has_no_message(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object, **__: object) -> None:
+        raise EOFError
+
+    monkeypatch.setattr(torch, "load", fail)
+    with pytest.raises(CheckpointError, match=r"x\.pt cannot be read: EOFError$"):
+        read_state(tmp_path / "x.pt")
 
 
 def test_random_numbers_resume_where_they_stopped(tmp_path: Path) -> None:

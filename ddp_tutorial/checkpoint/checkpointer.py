@@ -54,10 +54,10 @@ from ddp_tutorial.checkpoint.manifest import (
 )
 from ddp_tutorial.checkpoint.retention import Retention
 from ddp_tutorial.checkpoint.storage import (
-    check_plain,
     load_shards,
     read_state,
     sync_and_hash,
+    to_plain,
     write_shards,
     write_state,
 )
@@ -226,8 +226,10 @@ class Checkpointer:
         Returns:
             The states of the unsharded components, and the states of the sharded components.
         """
-        states = {name: dict(component.stateful.state_dict()) for name, component in self.components.items()}
-        run_on_all_ranks(self.world, lambda: check_plain(states), CheckpointError)
+        found = {name: dict(component.stateful.state_dict()) for name, component in self.components.items()}
+        states: dict[str, State] = run_on_all_ranks(
+            self.world, lambda: {name: to_plain(name, state) for name, state in found.items()}, CheckpointError
+        )
         if self.check != "none":
             for name, component in self.components.items():
                 if component.shared not in {"global", "sharded"} and self.world.size > 1:

@@ -1,14 +1,15 @@
 """Write the state of a component to files, and read it back.
 
-A flat dict of tensors is written as a safetensors file. Any other state is written as a `.pt` file of plain values,
-which torch loads without executing code. `torch.distributed.checkpoint` writes and reads sharded tensors as safetensors
-files.
+A flat dict of tensors that the safetensors format supports is written as a safetensors file. Any other state is written
+as a `.pt` file of plain values, which torch loads without executing code. `torch.distributed.checkpoint` writes and
+reads sharded tensors as safetensors files.
 """
 
 import warnings
-from collections.abc import Iterator, Mapping
+from collections import Counter, OrderedDict
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -18,49 +19,56 @@ import torch
 import torch.distributed as dist
 
 from ddp_tutorial.checkpoint.components import LazyState, State, Stateful, StoredTensor
-from ddp_tutorial.checkpoint.consistency import named_leaves
 from ddp_tutorial.checkpoint.manifest import CheckpointError, read_manifest, sha256_of
 from ddp_tutorial.files import notify_observers, sync
 from ddp_tutorial.world import World
 
-_PLAIN = (torch.Tensor, bool, int, float, str, bytes, type(None))
+# Types that torch reads with `weights_only=True`. It does not read their subclasses, such as a namedtuple.
+_PLAIN = {bool, int, float, str, bytes, type(None)}
+_MAPPINGS = {dict, OrderedDict, Counter}
+_SEQUENCES = {list, tuple, torch.Size}
 
 
-def check_plain(states: Mapping[str, State]) -> None:
-    """Raise an error if a state contains a value that cannot be loaded without executing code.
+def to_plain(name: str, value: Any) -> Any:
+    """Return a copy of `value` that can be loaded without executing code. The copy contains the same tensors.
 
-    The check runs when the state is saved. Otherwise, the error would first appear when the checkpoint is loaded.
+    Instances of subclasses of `int` and `float` are converted. For example, a schedule that calls NumPy sets a learning
+    rate of type `numpy.float64`.
 
-    Args:
-        states: The state of each component, by component name.
+    The conversion runs when the state is saved. Otherwise, an error would first appear when the checkpoint is loaded.
 
     Raises:
-        CheckpointError: If a value is not a tensor, a number, a string, bytes, or None.
+        CheckpointError: If a value is not a tensor, a number, a string, bytes, None, or a container of these values.
     """
-    for where, value in (leaf for name, state in states.items() for leaf in named_leaves(name, state)):
-        if not isinstance(value, _PLAIN):
-            raise CheckpointError(
-                f"{where} is of type {type(value).__name__}, which cannot be loaded without executing code. A state "
-                "must contain only tensors, numbers, strings, bytes, None, and dicts, lists and tuples of these values."
-            )
+    if type(value) in _PLAIN or isinstance(value, torch.Tensor):
+        return value
+    if isinstance(value, (int, float)):
+        return int(value) if isinstance(value, int) else float(value)
+    if type(value) in _MAPPINGS:
+        items = value.items()
+        return type(value)({to_plain(f"a key of {name}", key): to_plain(f"{name}[{key!r}]", it) for key, it in items})
+    if type(value) in _SEQUENCES:
+        return type(value)([to_plain(f"{name}[{place}]", inner) for place, inner in enumerate(value)])
+    raise CheckpointError(
+        f"{name} is of type {type(value).__name__}, which cannot be loaded without executing code. A state must "
+        "contain only tensors, numbers, strings, bytes, None, and dicts, lists and tuples of these values."
+    )
 
 
 def write_state(stem: Path, state: State) -> Path:
-    """Write `state` to a file.
+    """Write `state` to a file, and return its path.
 
-    Args:
-        stem: The path without the file extension.
-        state: The state to write.
-
-    Returns:
-        The path of the file: `stem` with the extension `.safetensors` if all values are tensors, or `.pt` otherwise.
+    The path is `stem` with the extension `.safetensors` if all values are tensors that the format supports, or `.pt`
+    otherwise.
     """
     if state and all(isinstance(value, torch.Tensor) for value in state.values()):
         path = stem.with_name(f"{stem.name}.safetensors")
         notify_observers("write", path)
-        tensors, aliases = _without_aliases(state)
-        safetensors.torch.save_file(tensors, path, metadata=aliases)
-        return path
+        # TypeError: a name is not a string; KeyError: complex128; RuntimeError: sparse, or the tensors overlap
+        with suppress(TypeError, KeyError, RuntimeError):
+            tensors, aliases = _without_aliases(state)
+            safetensors.torch.save_file(tensors, path, metadata=aliases)
+            return path
     path = stem.with_name(f"{stem.name}.pt")
     notify_observers("write", path)
     torch.save(state, path)
@@ -103,7 +111,8 @@ def read_state(path: Path) -> State:
         state: State = torch.load(path, map_location="cpu", weights_only=True)
         return state
     except Exception as error:
-        raise CheckpointError(f"{path} cannot be read: {str(error).splitlines()[0]}") from None
+        reason = next(iter(str(error).splitlines()), type(error).__name__)
+        raise CheckpointError(f"{path} cannot be read: {reason}") from None
 
 
 def stored(folder: Path, name: str) -> Any:
