@@ -445,6 +445,15 @@ def test_two_checkpoints_are_compared_value_by_value(tmp_path: Path) -> None:
     assert compare(tmp_path / checkpoint_name(1), tmp_path / checkpoint_name(1)) == {}
 
 
+def test_sharded_state_is_compared_independently_of_the_number_of_shards(tmp_path: Path) -> None:
+    for number, last in enumerate((1.0, 1.0, 2.0)):
+        shards, _ = value({"a": torch.ones(3), "b": torch.tensor(last)}, "sharded")
+        Checkpointer(tmp_path, {"shards": shards}, World(), keep_last=3).save(number)
+    first, same_again, another = list_checkpoints(tmp_path)
+    assert compare(first, same_again) == {}
+    assert compare(first, another) == {"shards['b']": "1 of 1 elements differ, by at most 1"}
+
+
 def test_equal_values_do_not_differ_even_if_they_are_nan(tmp_path: Path) -> None:
     part, _ = value({"loss": torch.tensor(float("nan")), "best": float("nan"), "zero": torch.tensor(0.0)})
     other, _ = value({"loss": torch.tensor(float("nan")), "best": float("nan"), "zero": torch.tensor(0)})

@@ -1,21 +1,20 @@
 """Compare two checkpoints. The command `python -m ddp_tutorial checkpoint diff` prints the result."""
 
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from ddp_tutorial.checkpoint.components import State
 from ddp_tutorial.checkpoint.consistency import named_leaves, summary
-from ddp_tutorial.checkpoint.manifest import differences, read_verified
-from ddp_tutorial.checkpoint.storage import read_state
+from ddp_tutorial.checkpoint.manifest import Manifest, differences, read_verified
+from ddp_tutorial.checkpoint.storage import read_full, read_state
 
 
 def compare(first: Path, second: Path) -> dict[str, str]:
-    """Return the differences between the settings, files, and values of two checkpoints.
-
-    Args:
-        first: The folder of one checkpoint.
-        second: The folder of the other checkpoint.
+    """Return the differences between the settings, files, and values of two checkpoint folders.
 
     Returns:
         A dict that maps each differing setting, file, or value to a description of the difference.
@@ -25,15 +24,30 @@ def compare(first: Path, second: Path) -> dict[str, str]:
     """
     one, other = read_verified(first), read_verified(second)
     result = {f"config {key}": f"{a!r} and {b!r}" for key, (a, b) in differences(one.config, other.config).items()}
-    for name in dict.fromkeys(file.path for manifest in (one, other) for file in manifest.files):
-        if not all((folder / name).is_file() for folder in (first, second)):
+    states, other_states = _states(first, one), _states(second, other)
+    for name in states | other_states:
+        if name not in states or name not in other_states:
             result[name] = "only in one checkpoint"
             continue
-        values, others = (dict(named_leaves(name, read_state(folder / name))) for folder in (first, second))
+        values, others = (dict(named_leaves(name, of[name]())) for of in (states, other_states))
         for path in values | others:
             if description := _difference(values.get(path), others.get(path)):
                 result[path] = description
     return result
+
+
+def _states(folder: Path, manifest: Manifest) -> dict[str, Callable[[], State]]:
+    """Return a function that reads each file, by the file's path, and each sharded component, by the component's name.
+
+    Shards are not compared file by file, because they depend on the number of ranks.
+    """
+    states: dict[str, Callable[[], State]] = {}
+    for name, component in manifest.components.items():
+        if component.shared == "sharded":
+            states[name] = partial(read_full, folder / name)
+        else:
+            states |= {file.path: partial(read_state, folder / file.path) for file in component.files}
+    return states
 
 
 def _difference(a: Any, b: Any) -> str | None:
