@@ -198,6 +198,13 @@ def test_an_unreadable_file_is_named_even_if_the_error_has_no_message(
         read_state(tmp_path / "x.pt")
 
 
+def test_settings_with_numbers_as_names_leave_a_valid_checkpoint(tmp_path: Path) -> None:
+    settings = {"rates": {9: 0.1, 10: 0.2}}  # as text, 10 sorts before 9
+    Checkpointer(tmp_path, {"part": value({"x": 1})[0]}, World(), config=settings).save(1)
+    assert verify(tmp_path / checkpoint_name(1)) == []
+    assert read_manifest(tmp_path / checkpoint_name(1)).config == {"rates": {"9": 0.1, "10": 0.2}}
+
+
 def test_random_numbers_resume_where_they_stopped(tmp_path: Path) -> None:
     parts = {"rng": Component(RandomState(torch.device("cpu")), "per_rank")}
     checkpointer = Checkpointer(tmp_path, parts, World())

@@ -257,7 +257,8 @@ def sha256_of(path: Path) -> str:
 
 def sha256_of_json(content: Mapping[str, Any]) -> str:
     """Return the SHA-256 hash of `content` serialized as JSON. The order of the keys does not matter."""
-    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+    stored = json.loads(json.dumps(content))  # as it is read from a file: the keys are strings, which sort differently
+    return hashlib.sha256(json.dumps(stored, sort_keys=True).encode()).hexdigest()
 
 
 def differences(before: Mapping[str, Any], now: Mapping[str, Any], prefix: str = "") -> dict[str, tuple[Any, Any]]:
