@@ -205,6 +205,11 @@ def test_settings_with_numbers_as_names_leave_a_valid_checkpoint(tmp_path: Path)
     assert read_manifest(tmp_path / checkpoint_name(1)).config == {"rates": {"9": 0.1, "10": 0.2}}
 
 
+def test_a_component_shared_in_an_unknown_way_is_rejected() -> None:
+    with pytest.raises(ValueError, match=r"shared must be one of replicated, .*, sharded, got 'replicate'"):
+        value({"x": 1}, "replicate")
+
+
 def test_random_numbers_resume_where_they_stopped(tmp_path: Path) -> None:
     parts = {"rng": Component(RandomState(torch.device("cpu")), "per_rank")}
     checkpointer = Checkpointer(tmp_path, parts, World())

@@ -3,7 +3,7 @@
 import random
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple, Protocol, runtime_checkable
+from typing import Any, Literal, NamedTuple, Protocol, get_args, runtime_checkable
 
 import numpy as np
 import torch
@@ -80,7 +80,13 @@ class Component:
     span: int = 1
 
     def __post_init__(self) -> None:
-        """Unwrap a compiled model, so that checkpoints of compiled and uncompiled models contain the same names."""
+        """Unwrap a compiled model, so that checkpoints of compiled and uncompiled models contain the same names.
+
+        Raises:
+            ValueError: If `shared` is unknown.
+        """
+        if self.shared not in get_args(Shared):
+            raise ValueError(f"shared must be one of {', '.join(get_args(Shared))}, got {self.shared!r}")
         if isinstance(self.stateful, nn.Module):
             object.__setattr__(self, "stateful", uncompiled(self.stateful))
 
