@@ -65,8 +65,6 @@ def main() -> None:
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     try:
         cli(standalone_mode=False)
-    except click.exceptions.Exit as leave:
-        sys.exit(leave.exit_code)
     except click.ClickException as error:
         error.show()
         sys.exit(2)
@@ -82,7 +80,7 @@ def main() -> None:
     except StoppedError as error:
         click.echo(str(error), err=True)
         sys.exit(exit_code())
-    except FailedError as error:
+    except (FailedError, OSError) as error:
         sys.exit(_report(str(error), 1))
 
 

@@ -293,6 +293,7 @@ class _NotOursError(ConfigError):
         (RankError(1, "raised X", "trace", raised=Raised.of(ConfigError("wrong"))), 2, "error: wrong"),
         (RankError(1, "raised X", "trace", raised=Raised.of(_NotOursError("wrong"))), 2, "error: wrong"),
         (CheckpointError("torn"), 1, "error: torn"),
+        (PermissionError(13, "Permission denied", "x"), 1, "error: [Errno 13] Permission denied: 'x'"),
         (RankError(1, "raised X", "trace", raised=Raised.of(CheckpointError("torn"))), 1, "error: torn"),
         (RankError(1, "raised X", "trace", raised=Raised.of(KeyError("bug"))), 1, "error: rank 1 raised X\n\ntrace"),
         (RankError(1, "raised ConfigError: in words"), 1, "error: rank 1 raised ConfigError: in words"),
