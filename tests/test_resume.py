@@ -563,6 +563,8 @@ def test_checkpoints_are_listed_inspected_verified_and_compared() -> None:
     code, text = told("checkpoint", "inspect", f"runs/mine/checkpoints/{checkpoint_name(3)}", "--json")
     assert json.loads(text)["step"] == 3
     assert told("checkpoint", "verify", "runs/mine")[0] == 0
+    Path("mine").mkdir()  # does not hide the run with this name
+    assert told("checkpoint", "list", "mine") == told("checkpoint", "list", "runs/mine")
     code, text = told(
         "checkpoint",
         "diff",

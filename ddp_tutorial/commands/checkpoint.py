@@ -26,16 +26,17 @@ _as_json = click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 def _checkpoints(path: Path) -> list[Path]:
     """Return the checkpoint at `path`, or all checkpoints if `path` is a run. Raise `ConfigError` if there are none."""
     from ddp_tutorial.checkpoint.manifest import CHECKPOINTS, MANIFEST, list_checkpoints
+    from ddp_tutorial.files import RUNS
     from ddp_tutorial.runs.summaries import find_run
 
+    for folder in (path, RUNS / path):  # a directory such as data/ does not hide a run with the same name
+        if (folder / MANIFEST).is_file():
+            return [folder]
+        if found := list_checkpoints(folder / CHECKPOINTS) or list_checkpoints(folder):
+            return found
     if not path.is_dir():
         path = find_run(str(path))
-    if (path / MANIFEST).is_file():
-        return [path]
-    found = list_checkpoints(path / CHECKPOINTS) or list_checkpoints(path)
-    if not found:
-        raise ConfigError(f"{str(path)!r} does not contain a checkpoint")
-    return found
+    raise ConfigError(f"{str(path)!r} does not contain a checkpoint")
 
 
 @checkpoint.command("list")
