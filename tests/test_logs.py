@@ -12,7 +12,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import chdir, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -793,6 +793,10 @@ def test_a_figure_without_a_name_is_written_under_runs() -> None:
     made("b")
     assert printed("plot", "exp/a", "b", "--compare") == "runs/plot-exp-a-b.png\n"
     assert Path("runs/plot-exp-a-b.png").is_file()
+    new = Path.cwd() / "new" / "runs"
+    assert printed("plot", "runs/b/../b/.", "--runs-dir", "new/runs") == f"{new}/plot-b.png\n"
+    with chdir("runs/b"):
+        assert printed("plot", ".") == "runs/plot-b.png\n"
 
 
 def drawn(

@@ -469,7 +469,7 @@ def plot(
     panels = [LOSSES] * with_losses + [name for name in names if not (with_losses and name in {"loss", "eval_loss"})]
     figure = draw_runs(folders, panels, axis, window, compare)  # type: ignore[arg-type]
     path = output or RUNS / f"plot-{_joined(folders)}.png"
-    path.parent.mkdir(exist_ok=True)  # runs/ may not exist if all runs are elsewhere
+    path.parent.mkdir(parents=True, exist_ok=True)  # runs/ may not exist if all runs are elsewhere
     write_figure(figure, path)
     _announce(path, opens)
 
@@ -487,7 +487,9 @@ def _joined(folders: list[Path]) -> str:
     """Return a file name that depends only on the names of the runs."""
     from ddp_tutorial.files import RUNS
 
-    names = [str(folder.relative_to(RUNS) if folder.is_relative_to(RUNS) else folder.name) for folder in folders]
+    names = [
+        str(folder.relative_to(RUNS) if folder.is_relative_to(RUNS) else folder.resolve().name) for folder in folders
+    ]
     more = f"-and-{len(names) - 3}-more" if len(names) > 3 else ""
     return "-".join(names[:3]).replace("/", "-") + more
 
