@@ -36,9 +36,10 @@ def _find_runs() -> Path:
     notebook kernel, it then also changes the working directory, because some cells write directly to `runs/...`.
     """
     named = os.environ.get("DDP_TUTORIAL_RUNS")
-    elsewhere = Path.home() / "ddp_tutorial"
-    if named or os.access("runs" if Path("runs").exists() else ".", os.W_OK) or not os.access(Path.home(), os.W_OK):
+    home = Path(os.environ.get("HOME", ""))  # without HOME, Path.home() may raise an error, as in a container
+    if named or os.access("runs" if Path("runs").exists() else ".", os.W_OK) or not os.access(home, os.W_OK):
         return Path(named or "runs")
+    elsewhere = home / "ddp_tutorial"
     print(f"{Path.cwd()} is read-only, so runs are written to {elsewhere / 'runs'}", file=sys.stderr)
     os.environ["DDP_TUTORIAL_RUNS"] = str(elsewhere / "runs")
     if "ipykernel" in sys.modules:
@@ -483,9 +484,12 @@ def _is_touched(path: Path) -> bool:
     The file is opened again for each check, so that network file systems query their server.
     """
 
-    def seen() -> tuple[int, int]:
-        with path.open("rb") as file:
-            found = os.fstat(file.fileno())
+    def seen() -> tuple[int, int] | None:
+        try:
+            with path.open("rb") as file:
+                found = os.fstat(file.fileno())
+        except FileNotFoundError:  # the owner has just removed the file
+            return None
         return found.st_mtime_ns, found.st_size
 
     before, deadline = seen(), time.monotonic() + 3 * _TOUCH_SECONDS

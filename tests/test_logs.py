@@ -259,6 +259,20 @@ def test_an_owner_on_a_different_machine_counts_while_it_touches_the_file(
             pass
 
 
+@pytest.mark.usefixtures("flock_lets_everybody_in")
+def test_a_lock_that_its_owner_removes_during_the_wait_counts_as_in_use(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as there:
+        there.setattr(files, "_machine", lambda: "another machine")
+        owner = locked(tmp_path)
+        owner.__enter__()
+    monkeypatch.setattr(time, "sleep", lambda _: (tmp_path / ".lock").unlink(missing_ok=True))
+    with pytest.raises(FolderInUseError, match="Wait until it exits"), locked(tmp_path):
+        pass
+    owner.__exit__(None, None, None)
+
+
 # ------------------------------------------------------------------------------------------------------ finding a run
 
 

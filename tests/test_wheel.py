@@ -119,3 +119,14 @@ def test_runs_are_written_to_the_home_directory_if_the_working_directory_is_read
     assert Path.cwd() == elsewhere  # for cells that write to runs/...
     assert files._find_runs() == elsewhere / "runs"  # as in the ranks, which say nothing
     assert capsys.readouterr().err == ""
+
+
+def test_importing_the_package_does_not_require_a_home_directory(
+    workdir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("DDP_TUTORIAL_RUNS", "")
+    monkeypatch.delenv("HOME")
+    monkeypatch.setattr(Path, "home", None)  # it raises an error for a user without an entry in /etc/passwd
+    assert files._find_runs() == Path("runs")
+    monkeypatch.setattr(os, "access", lambda path, mode: False)
+    assert files._find_runs() == Path("runs")
