@@ -102,10 +102,7 @@ def final_name(path: Path) -> str:
 def write_atomically(path: Path, data: bytes, mode: int = 0o666) -> None:
     """Write `data` to `path` atomically. Even after a crash, the file contains either the old or the new content.
 
-    Args:
-        path: The file to write or replace.
-        data: The content.
-        mode: The permissions of the file, before the umask of the process is applied.
+    `mode` contains the permissions of the file, before the umask of the process is applied.
     """
     aside = temporary_path(path)
     try:
@@ -200,11 +197,8 @@ def sync(path: Path) -> None:
 def build_once(folder: Path, fill: Callable[[Path], object]) -> None:
     """Call `fill` to create `folder` if it does not exist. Several processes may call this function at the same time.
 
-    The first process to finish creates the folder for all processes.
-
-    Args:
-        folder: The folder to create.
-        fill: A function that writes the files into the temporary folder that is its argument.
+    The first process to finish creates the folder for all processes. `fill` writes the files into the temporary folder
+    that is its argument.
     """
     if folder.exists():
         return
@@ -275,12 +269,8 @@ def remove_temporary(folder: Path, name: str) -> None:
 def new_directory(parent: Path, name: str, mode: int = 0o777) -> Path:
     """Create and return `parent/name`. If this name exists, use `name-2`, `name-3`, and so on.
 
-    If two processes call this function at the same time, each process creates its own folder.
-
-    Args:
-        parent: The parent folder.
-        name: The name of the folder, which may contain slashes.
-        mode: The permissions of the folder, before the umask of the process is applied.
+    If two processes call this function at the same time, each process creates its own folder. `name` may contain
+    slashes. `mode` contains the permissions of the folder, before the umask of the process is applied.
 
     Raises:
         FileExistsError: If `name` and `name-2` to `name-9999` all exist.

@@ -35,14 +35,10 @@ class Peer(NamedTuple):
 
 
 def interface_to(address: str) -> str | None:
-    """Return the name of the network interface that routes to `address`. The function sends no data.
+    """Return the name of the network interface that routes to a host name or address. The function sends no data.
 
-    Args:
-        address: A host name or an IP address.
-
-    Returns:
-        The interface name, or None if it cannot be determined or `address` is a loopback address. With a loopback
-        address, all ranks are on this host.
+    The result is None if the name cannot be determined, or if `address` is a loopback address. With a loopback address,
+    all ranks are on this host.
     """
     if address in {"", "localhost", "::1"} or address.startswith("127."):
         return None
@@ -98,13 +94,7 @@ def own_address() -> str:
 def raise_if_lost(error: BaseException, peers: Sequence[Peer], rank: int) -> None:
     """Raise `LostHostError` if `error` indicates that a rank on a different host has timed out or disconnected.
 
-    Args:
-        error: The exception that a collective raised.
-        peers: The locations of all ranks, or an empty sequence if all ranks are on one host.
-        rank: The rank of this process.
-
-    Raises:
-        LostHostError: If `error` indicates a timeout or a lost connection.
+    `peers` contains the locations of all ranks, or is empty if all ranks are on one host.
     """
     message = str(error).lower()
     if peers and isinstance(error, RuntimeError) and any(word in message for word in _LOST):
@@ -115,11 +105,6 @@ def describe_lost_host(error: BaseException, peers: Iterable[Peer], rank: int) -
     """Return an error that lists the hosts that no longer respond.
 
     The function probes all other hosts in parallel, for up to `_PROBE_SECONDS`.
-
-    Args:
-        error: The exception that a collective raised.
-        peers: The locations of all ranks.
-        rank: The rank of this process.
     """
     here = next(peer for peer in peers if peer.rank == rank)
     others = {peer.host: peer.address for peer in peers if peer.host != here.host}

@@ -54,12 +54,7 @@ class Mesh(NamedTuple):
 
 
 def make_mesh(config: MeshConfig, world_size: int, along: Along) -> Mesh:
-    """Return the mesh for a world of `world_size` ranks.
-
-    Args:
-        config: The number of replicas, and the number of ranks that share a replica.
-        world_size: The number of ranks.
-        along: The dimension along which a replica is split, "shard" or "pipeline".
+    """Return the mesh for a world of `world_size` ranks. `along` is the dimension along which a replica is split.
 
     Raises:
         ConfigError: If the mesh does not contain exactly `world_size` ranks.

@@ -110,11 +110,7 @@ class Stopwatch:
     """
 
     def __init__(self, device: torch.device | None = None) -> None:
-        """Create a stopwatch without recorded phases.
-
-        Args:
-            device: The device of the rank. On a GPU, the stopwatch measures GPU time.
-        """
+        """Create a stopwatch without recorded phases for a rank on `device`."""
         self._gpu = device if device is not None and device.type == "cuda" else None
         self._open: dict[tuple[int, str], Any] = {}  # by thread and phase
         self._spans: deque[tuple[str, Any, Any]] = deque()  # any thread appends to this
@@ -146,5 +142,4 @@ def _gpu_event(device: torch.device) -> Any:
 
 def _gpu_seconds(start: Any, end: Any) -> float:
     end.synchronize()
-    milliseconds: float = start.elapsed_time(end)
-    return milliseconds / 1e3
+    return start.elapsed_time(end) / 1e3

@@ -137,10 +137,8 @@ class Checkpointer:
     def save(self, step: int, metrics: Mapping[str, float | None] | None = None) -> None:
         """Write a checkpoint for `step`. With `background`, copy the state, and write the copy in a thread.
 
-        Args:
-            step: The number of completed steps.
-            metrics: The metrics that the manifest records. NaN and infinite values are stored as None, which is treated
-                as worse than any number.
+        The manifest records the metrics. NaN and infinite values are stored as None, which is treated as worse than any
+        number.
 
         Raises:
             CheckpointError: On all ranks, if any rank cannot write its files. The partial checkpoint is removed.
@@ -191,14 +189,7 @@ class Checkpointer:
                 self.retention.apply(written=writer.path)
 
     def load(self, folder: Path, exclude: Sequence[str] = ()) -> Manifest:
-        """Restore all components from the checkpoint in `folder`.
-
-        Args:
-            folder: The folder of the checkpoint.
-            exclude: The names of components to leave unchanged.
-
-        Returns:
-            The manifest of the checkpoint.
+        """Restore all components, except those in `exclude`, from the checkpoint in `folder`. Return its manifest.
 
         Raises:
             CheckpointError: On all ranks, if a file is damaged, the checkpoint's components differ from the run's, or a
@@ -210,8 +201,7 @@ class Checkpointer:
             for restore in restores:
                 restore()
         self.retention.record_valid(folder, manifest.metrics)
-        checked: Manifest = manifest
-        return checked
+        return manifest
 
     def close(self) -> None:
         """Wait for this rank's background threads. A background save is not published unless `finish` is called."""
@@ -221,11 +211,7 @@ class Checkpointer:
         self.retention.close()
 
     def _parts(self) -> tuple[Components, dict[str, State]]:
-        """Run the consistency checks, and return the states that this rank writes.
-
-        Returns:
-            The states of the unsharded components, and the states of the sharded components.
-        """
+        """Run the consistency checks. Return the unsharded states that this rank writes, and the sharded states."""
         found = {name: dict(component.stateful.state_dict()) for name, component in self.components.items()}
         states: dict[str, State] = run_on_all_ranks(
             self.world, lambda: {name: to_plain(name, state) for name, state in found.items()}, CheckpointError
@@ -260,15 +246,10 @@ class Checkpointer:
         values, structure = tree_flatten(parts)
         before = self._memory if len(self._memory) == len(values) else [None] * len(values)
         self._memory = [_copy(value, old) for value, old in zip(values, before, strict=True)]
-        copied: Components = tree_unflatten(self._memory, structure)
-        return copied
+        return tree_unflatten(self._memory, structure)
 
     def _read(self, folder: Path, exclude: Sequence[str]) -> tuple[Manifest, list[Callable[[], object]]]:
-        """Verify the checkpoint and read this rank's states.
-
-        Returns:
-            The manifest, and the functions that restore the components.
-        """
+        """Verify the checkpoint and read this rank's states. Return the manifest and functions that restore them."""
         manifest = self._on_reading_rank(lambda: read_manifest(folder))
         known = {**self.components, **manifest.components}
         if unknown := set(exclude) - set(known):
@@ -474,7 +455,7 @@ class _Writer:
             schema_version=SCHEMA,
             step=self.step,
             world_size=self.world.size,
-            versions=_versions(),
+            versions={"ddp_tutorial": _version(), "torch": torch.__version__, "python": platform.python_version()},
             config=config,
             config_sha256=sha256_of_json(config),
             metrics=self.metrics,
@@ -482,15 +463,7 @@ class _Writer:
         )
 
 
-def _versions() -> dict[str, str]:
-    return {
-        "ddp_tutorial": _own_version(),
-        "torch": torch.__version__,
-        "python": platform.python_version(),
-    }
-
-
-def _own_version() -> str:
+def _version() -> str:
     """Return the version of the installed package, or "unknown" if the package is only on PYTHONPATH."""
     try:
         return version("ddp_tutorial")

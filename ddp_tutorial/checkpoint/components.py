@@ -34,11 +34,9 @@ class Reshardable(Protocol):
     """A `Stateful` that can also be restored on a different number of ranks."""
 
     def load_resharded(self, states: Sequence[State], step: int) -> None:
-        """Restore this rank's state from the states of all ranks that saved the component.
+        """Restore this rank's state from the states that were saved at `step`, in rank order.
 
-        Args:
-            states: The saved states, one per rank or group of ranks, in rank order.
-            step: The step of the checkpoint.
+        There is one state per rank or group of ranks.
         """
 
 
@@ -57,11 +55,7 @@ class LazyState(Protocol):
     """
 
     def empty(self, stored: Mapping[str, StoredTensor]) -> State:
-        """Return a dict of tensors, into which this rank's state is read.
-
-        Args:
-            stored: The shape and dtype of each tensor in the checkpoint, by tensor name.
-        """
+        """Return a dict of tensors, into which this rank's state is read, for the tensors that are `stored`."""
 
 
 @dataclass(frozen=True)
@@ -141,9 +135,7 @@ def require_unsharded(world: World, components: Mapping[str, Component]) -> None
 class FunctionState:
     """A `Stateful` that wraps two functions, for an object without `state_dict` and `load_state_dict`.
 
-    Attributes:
-        get: A function that returns the state.
-        put: A function that restores the state.
+    The function `get` returns the state, and `put` restores the state.
     """
 
     get: Callable[[], Mapping[str, Any]]

@@ -22,7 +22,7 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from ddp_tutorial.config import FailedError
-from ddp_tutorial.files import notify_observers, recover, remove_temporary, rename, temporary_path
+from ddp_tutorial.files import notify_observers, recover, remove_temporary
 
 SCHEMA = 1
 MANIFEST = "manifest.json"
@@ -158,14 +158,13 @@ def read_manifest(folder: Path) -> Manifest:
     path = folder / MANIFEST
     try:
         notify_observers("read", path)
-        manifest = _parsed(path.read_bytes(), folder)
+        return _parsed(path.read_bytes(), folder)
     except FileNotFoundError:
         raise CheckpointError(f"{folder} is not a checkpoint: it does not contain {MANIFEST}") from None
     except OSError as error:
         raise CheckpointError(f"{path} cannot be read: {error.strerror}") from None
     except (ValueError, RecursionError) as error:  # RecursionError: objects nested thousands deep
         raise CheckpointError(f"{path} is damaged: {error}") from None
-    return manifest
 
 
 def _parsed(content: bytes, folder: Path) -> Manifest:
@@ -262,11 +261,9 @@ def sha256_of_json(content: Mapping[str, Any]) -> str:
 
 
 def differences(before: Mapping[str, Any], now: Mapping[str, Any], prefix: str = "") -> dict[str, tuple[Any, Any]]:
-    """Return the settings that differ between two configs.
+    """Return the dotted name of each setting that differs between two configs, and its values in `before` and `now`.
 
-    Returns:
-        A dict that maps the dotted name of each differing setting to its values in `before` and `now`. The value of a
-        missing setting is None.
+    The value of a missing setting is None.
     """
     found: dict[str, tuple[Any, Any]] = {}
     for key in [*before, *(key for key in now if key not in before)]:
@@ -284,28 +281,14 @@ Mode = Literal["min", "max"]
 def checkpoints_to_remove(
     metrics: Mapping[Path, float | None], keep_last: int, keep_best: int, mode: Mode, excluded: Iterable[Path] = ()
 ) -> list[Path]:
-    """Return the checkpoints to remove according to the retention settings.
+    """Return the checkpoints to remove according to the retention settings; see `Checkpointer`.
 
-    Args:
-        metrics: The metric of each checkpoint, in increasing order of step. None and NaN are worse than any number.
-        keep_last: The number of newest checkpoints to keep.
-        keep_best: The number of best checkpoints, by metric, to keep even if they are old.
-        mode: `"min"` if lower values of the metric are better, and `"max"` otherwise.
-        excluded: Checkpoints that are always kept.
+    `metrics` contains the metric of each checkpoint, in increasing order of step. None and NaN are worse than any
+    number. The `excluded` checkpoints are always kept.
     """
-    last = list(metrics)[-keep_last:] if keep_last else []
+    last = list(metrics)[-keep_last:]
     sign = 1 if mode == "min" else -1
     numbers = {path: value for path, value in metrics.items() if value is not None and not math.isnan(value)}
     best = sorted(numbers, key=lambda path: sign * numbers[path])[:keep_best]
     stay = {*last, *best, *excluded}
     return [path for path in metrics if path not in stay]
-
-
-def unpublish(folder: Path) -> Path:
-    """Rename a checkpoint to a temporary name, and return the new path.
-
-    Renaming is fast, whereas deleting the folder may be slow.
-    """
-    path = temporary_path(folder)
-    rename(folder, path)
-    return path

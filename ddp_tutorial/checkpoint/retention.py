@@ -15,9 +15,8 @@ from ddp_tutorial.checkpoint.manifest import (
     checkpoints_to_remove,
     list_checkpoints,
     read_verified,
-    unpublish,
 )
-from ddp_tutorial.files import remove
+from ddp_tutorial.files import remove, rename, temporary_path
 
 LOG = logging.getLogger(__name__)
 
@@ -29,14 +28,7 @@ class Retention:
     """
 
     def __init__(self, folder: Path, keep_last: int, keep_best: int, metric: str, mode: Mode) -> None:
-        """Store the arguments.
-
-        Args:
-            folder: The folder that contains the checkpoints.
-            keep_last: The number of newest checkpoints to keep, at least 1.
-            keep_best: The number of best checkpoints, by `metric`, to keep even if they are old.
-            metric: The name of the metric.
-            mode: `"min"` if lower values of the metric are better, and `"max"` otherwise.
+        """Store the arguments, which are those of `Checkpointer`.
 
         Raises:
             ValueError: If `keep_last` is less than 1.
@@ -56,10 +48,8 @@ class Retention:
     def apply(self, written: Path) -> None:
         """Start a thread that removes the checkpoints that are no longer needed.
 
-        Verifying and deleting checkpoints is slow. Errors are logged, and the next call tries again.
-
-        Args:
-            written: The checkpoint that was just written, which is always kept.
+        Verifying and deleting checkpoints is slow. Errors are logged, and the next call tries again. The checkpoint
+        that was just `written` is always kept.
         """
         self.close()
         self._thread = threading.Thread(target=self._run, args=(written,), name="remove checkpoints", daemon=True)
@@ -85,8 +75,10 @@ class Retention:
         metrics = {path: self._valid[path] for path in checkpoints if path in self._valid}
         renamed = []
         for path in checkpoints_to_remove(metrics, self.keep_last, self.keep_best, self.mode, excluded=[written]):
+            aside = temporary_path(path)
             try:  # rename all of them first, which is fast
-                renamed.append(unpublish(path))
+                rename(path, aside)
+                renamed.append(aside)
             except OSError as error:
                 LOG.warning("cannot remove %s: %s", path, error)
         for path in renamed:

@@ -76,13 +76,10 @@ def write_state(stem: Path, state: State) -> Path:
 
 
 def _without_aliases(state: State) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
-    """Return the tensors without duplicates, and the aliases of tied weights.
+    """Return the tensors without duplicates, and a dict that maps each alias of a tied weight to the first name.
 
     safetensors rejects tensors that share memory, so the file contains each tensor once, and the aliases are stored in
     the metadata.
-
-    Returns:
-        A dict that maps each tensor's first name to the tensor, and a dict that maps each alias to the first name.
     """
     first: dict[Any, str] = {}
     tensors, aliases = {}, {}
@@ -108,8 +105,7 @@ def read_state(path: Path) -> State:
             with safetensors.safe_open(path, framework="pt") as file:
                 tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118, not a dict
                 return tensors | {alias: tensors[name] for alias, name in (file.metadata() or {}).items()}
-        state: State = torch.load(path, map_location="cpu", weights_only=True)
-        return state
+        return torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:
         reason = next(iter(str(error).splitlines()), type(error).__name__)
         raise CheckpointError(f"{path} cannot be read: {reason}") from None
@@ -120,10 +116,6 @@ def stored(folder: Path, name: str) -> Any:
 
     Sharded tensors are assembled from the shards of all ranks. Tensors from the zero3 strategy are returned as flat
     vectors. The files are not compared with their checksums; call `verify` or `latest_valid` first.
-
-    Args:
-        folder: The folder of the checkpoint.
-        name: The name of the component, such as `"model"`.
 
     Raises:
         CheckpointError: If there is no such component, or if the component has several states, such as one per rank.

@@ -99,7 +99,7 @@ def list_runs() -> None:
 def _cells(run: "Summary") -> list[str]:
     return [
         run.state,
-        _progress(run),
+        f"{run.step:,}/{run.steps:,}",
         _last(run.loss),
         _last(run.eval_loss),
         _rate(run),
@@ -108,10 +108,6 @@ def _cells(run: "Summary") -> list[str]:
         _when(run.began),
         run.path,
     ]
-
-
-def _progress(run: "Summary") -> str:
-    return f"{run.step:,}/{run.steps:,}"
 
 
 def _last(values: "Values | None") -> str:

@@ -16,13 +16,8 @@ def slurm_script(
 ) -> str:
     """Return a batch script that trains like `train SOURCE OVERRIDES`, on `config.nprocs` ranks.
 
-    A run without a name is named after the job ID, so that a requeued job finds its checkpoint.
-
-    Args:
-        source: The name or the path of a config.
-        overrides: Settings of the run and of the job. "nodes=2" is short for "slurm.nodes=2".
-        python: The Python interpreter.
-        kind: The class of the config.
+    A run without a name is named after the job ID, so that a requeued job finds its checkpoint. The overrides contain
+    settings of the run and of the job. "nodes=2" is short for "slurm.nodes=2".
 
     Raises:
         ConfigError: If the ranks cannot be divided evenly among the nodes, or if training would reject the config.

@@ -168,11 +168,8 @@ def _train(
 def _placement(settings: "FaultyConfig", devices: str | None, *, is_chosen: bool, joins: bool) -> dict[str, Any]:
     """Make the selected GPUs visible to the ranks, and return the settings that depend on the number of GPUs.
 
-    Args:
-        settings: The config of the run.
-        devices: The value of --devices.
-        is_chosen: Whether a setting or torchrun has already determined the number of ranks.
-        joins: Whether this process joins an existing world.
+    `is_chosen` specifies whether a setting or torchrun has already determined the number of ranks, and `joins` whether
+    this process joins an existing world.
     """
     from ddp_tutorial.processes.devices import VISIBLE, default_nprocs, visible_devices
     from ddp_tutorial.world import World

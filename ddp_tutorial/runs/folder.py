@@ -5,13 +5,13 @@ This module does not import torch, so that commands that read logs start quickly
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 from ddp_tutorial.checkpoint.manifest import CHECKPOINTS
 from ddp_tutorial.config import ConfigError
-from ddp_tutorial.files import new_directory, write_atomically
+from ddp_tutorial.files import write_atomically
 
 PER_SECOND = "_per_second"  # suffix of a rate's name, after the unit of the loss's count, as in tokens_per_second
 StopRequest = Literal["stop", "save"]  # stop after the current step; "save" also writes a checkpoint
@@ -34,10 +34,6 @@ class RunFolder:
                 raise
             return False
         return True
-
-    def create_numbered(self) -> "RunFolder":
-        """Create and return the folder. If it already exists, append the next free number to its name."""
-        return replace(self, path=new_directory(self.path.parent, self.path.name, self.mode))
 
     @property
     def config(self) -> Path:
@@ -112,11 +108,7 @@ class Run:
     result: dict[str, Any] | None
 
     def series(self, key: str) -> tuple[list[int], list[float]]:
-        """Return the steps and values of one metric, from the rows that contain it.
-
-        Args:
-            key: Name of the metric, such as "loss", "eval_loss" or "grad_norm".
-        """
+        """Return the steps and values of one metric, such as "loss" or "grad_norm", from the rows that contain it."""
         rows = [row for row in self.steps if row.get(key) is not None]
         return [row["step"] for row in rows], [row[key] for row in rows]
 

@@ -53,11 +53,7 @@ def record_failure(world: World, run: RunFolder, step: Callable[[], int]) -> Ite
     """Log an exception's traceback. If no rank has failed before, also record the failure in the run folder.
 
     Later failures are usually caused by the exit of the first failed rank, so they do not replace the first record.
-
-    Args:
-        world: This rank's world.
-        run: Run folder.
-        step: A function that returns the current step.
+    `step` is a function that returns the current step.
     """
     try:
         yield

@@ -12,6 +12,7 @@ import shutil
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,16 @@ from ddp_tutorial.checkpoint.manifest import SHARE
 from ddp_tutorial.collectives import all_gather, decide_on_rank_zero
 from ddp_tutorial.config import ConfigError, named_ranks
 from ddp_tutorial.environment import describe_environment
-from ddp_tutorial.files import RUNS, locked, notify_observers, remove, remove_temporary, temporary_path, write_json
+from ddp_tutorial.files import (
+    RUNS,
+    locked,
+    new_directory,
+    notify_observers,
+    remove,
+    remove_temporary,
+    temporary_path,
+    write_json,
+)
 from ddp_tutorial.phases import Stopwatch, observe
 from ddp_tutorial.runs.folder import RunFolder
 from ddp_tutorial.runs.rank_logs import LOG, rank_log, record_failure
@@ -114,7 +124,9 @@ def _create_folder(name: str, label: str, again: bool, private: bool) -> tuple[R
     """Create a run folder (see `open_folder`). Return the folder and whether it is new."""
     path = RUNS / (name or f"{time.strftime('%Y%m%d-%H%M%S')}-{label}")
     folder = RunFolder(path, mode=0o700 if private else 0o777)
-    return (folder, folder.create()) if again else (folder.create_numbered(), True)
+    if again:
+        return folder, folder.create()
+    return replace(folder, path=new_directory(path.parent, path.name, folder.mode)), True
 
 
 class RunRecord:

@@ -67,14 +67,8 @@ class StepLog:
     ) -> None:
         """Add one step.
 
-        Args:
-            step: Number of the step.
-            means: Means of the loss and the metrics over all ranks.
-            count: Number of tokens or samples in the step, summed over all ranks.
-            grad_norm: Norm of the gradient before clipping.
-            learning_rate: Learning rate of the step.
-            seconds: Duration of each phase.
-            **others: Additional values to log.
+        `means` contains the means of the loss and the metrics over all ranks, and `count` is the number of tokens or
+        samples on all ranks. `grad_norm` is the norm of the gradient before clipping.
         """
         self.count += count
         self.losses.append(means["loss"])
@@ -114,12 +108,7 @@ class StepLog:
         """Resume after `step` of an earlier attempt.
 
         Later steps are removed from the file, so that no step appears twice. Lines that cannot be parsed are removed as
-        well.
-
-        Args:
-            step: Last step to keep.
-            losses: Losses of all steps up to `step`.
-            count: Total number of tokens or samples up to `step`.
+        well. `losses` and `count` are the losses and the total number of tokens or samples up to `step`.
         """
         self.losses = list(losses)
         self.count = self._flushed_count = float(count)
@@ -187,13 +176,8 @@ class Events:
     the earlier file that the run repeats.
     """
 
-    def __init__(self, folder: Path, totals: Set[str] = frozenset({"elapsed"})) -> None:
-        """Create a writer without a file.
-
-        Args:
-            folder: Folder of the event files.
-            totals: Names of running totals, which are not plotted.
-        """
+    def __init__(self, folder: Path, totals: Set[str]) -> None:
+        """Create a writer without a file. The running totals with the names `totals` are not plotted."""
         from tensorboardX import SummaryWriter  # imported now, so that the import does not slow down a step
         from tensorboardX.proto.summary_pb2 import Summary
 

@@ -161,8 +161,7 @@ def elapsed_seconds(rows: Sequence[Row]) -> list[float]:
 def phases_of(rows: Sequence[Row]) -> tuple[dict[str, float], dict[str, float]]:
     """Return the total duration of each phase on rank 0 in seconds, in decreasing order.
 
-    Returns:
-        One dict for the outer phases, and one dict for the phases nested inside the phase "grads".
+    The first dict contains the outer phases, and the second dict contains the phases inside the phase "grads".
     """
     outer: defaultdict[str, float] = defaultdict(float)
     in_grads: defaultdict[str, float] = defaultdict(float)
@@ -170,18 +169,13 @@ def phases_of(rows: Sequence[Row]) -> tuple[dict[str, float], dict[str, float]]:
         seconds = _mapping(row, "seconds")
         for name in seconds:
             if ": " not in name:
-                sums = outer if _is_outer(name, seconds) else in_grads
+                sums = in_grads if name in _IN_GRADS and "grads" in seconds else outer
                 sums[name] += finite_number(seconds, name) or 0.0
     return _longest_first(outer), _longest_first(in_grads)
 
 
 def _longest_first(seconds: Mapping[str, float]) -> dict[str, float]:
     return dict(sorted(seconds.items(), key=lambda item: -item[1]))
-
-
-def _is_outer(name: str, seconds: Mapping[str, Any]) -> bool:
-    """Return whether a phase is not nested inside another phase."""
-    return ": " not in name and not (name in _IN_GRADS and "grads" in seconds)
 
 
 def _mapping(row: Mapping[str, Any], key: str) -> dict[str, Any]:
@@ -358,11 +352,7 @@ def rates_of(rows: Sequence[Row], unit: str) -> list[float]:
 
 
 def _median_rate(rows: Sequence[Row], unit: str) -> float | None:
-    """Return a run's median rate, excluding the first interval, which includes warm-up.
-
-    Returns:
-        The median rate, or None if the log contains no rate.
-    """
+    """Return a run's median rate without the first interval, which includes warm-up, or None if there is no rate."""
     stretches = rates_of(rows, unit)
     return statistics.median(stretches[1:] or stretches) if stretches else None
 
@@ -380,13 +370,8 @@ def _memory(in_ranks: Sequence[Mapping[str, Any]]) -> dict[str, list[float]]:
 def straggler(seconds: Mapping[str, Sequence[float]]) -> dict[str, Any] | None:
     """Return the rank that the other ranks wait for, or None if there is no such rank.
 
-    The time that a rank spends on its own work is compared with the median over the other ranks.
-
-    Args:
-        seconds: Each rank's time in seconds, by phase.
-
-    Returns:
-        A dict such as `{"rank": 1, "phase": "data", "times": 1.8, "seconds": 4.2}`.
+    The time that a rank spends on its own work is compared with the median over the other ranks. `seconds` contains
+    each rank's time by phase. An example of the result is `{"rank": 1, "phase": "data", "times": 1.8, "seconds": 4.2}`.
     """
     worst: dict[str, Any] | None = None
     measured = sum(statistics.median(each) for name, each in seconds.items() if name in {"data", "grads", "update"})
@@ -471,15 +456,10 @@ def _setting(config: Mapping[str, Any], name: str) -> Any:
 
 
 def follow(path: Path, is_over: Callable[[], bool], last: int, pause: float = 0.2) -> Iterator[str]:
-    """Yield the last lines of a file, and then each complete new line, until `is_over()` returns true.
+    """Yield the `last` lines of a file, and then each complete new line, until `is_over()` returns true.
 
-    If the file is replaced, as happens when a run resumes from a checkpoint, the function starts over.
-
-    Args:
-        path: Path of the file, which need not exist yet.
-        is_over: A function that returns whether to stop after the rest of the file has been read.
-        last: Number of existing lines to yield first.
-        pause: Number of seconds between consecutive reads.
+    The file need not exist yet. If the file is replaced, as happens when a run resumes from a checkpoint, the function
+    starts over. `pause` is the number of seconds between consecutive reads.
     """
     file_id, position, rest = 0, 0, b""
     while True:

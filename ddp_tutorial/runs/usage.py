@@ -32,11 +32,8 @@ def gpu_memory(device: torch.device) -> dict[str, float]:
 def imbalance(memory: Mapping[str, Sequence[float]]) -> dict[str, Any] | None:
     """Return the rank that uses much more memory than the median of the other ranks, or None if there is no such rank.
 
-    Args:
-        memory: Each rank's memory usage in MB, by kind, such as "rss_mb".
-
-    Returns:
-        A dict such as `{"rank": 1, "kind": "rss_mb", "mb": 900.0, "others_mb": 500.0}`.
+    `memory` contains each rank's memory usage by kind. The result is a dict such as
+    `{"rank": 1, "kind": "rss_mb", "mb": 900.0, "others_mb": 500.0}`.
     """
     for kind, each in memory.items():
         most = each.index(max(each))
@@ -52,10 +49,7 @@ class Usage:
     def __init__(self, world: World, limit_mb: float = 0, gpu_limit_mb: float = 0) -> None:
         """Create a tracker with zero usage.
 
-        Args:
-            world: This rank's world.
-            limit_mb: Resident memory in MB above which the rank logs a warning. 0 disables the limit.
-            gpu_limit_mb: Reserved GPU memory in MB above which the rank logs a warning. 0 disables the limit.
+        The rank logs a warning if its resident or its reserved GPU memory exceeds a limit. 0 disables a limit.
         """
         self.world, self.limit_mb, self.gpu_limit_mb = world, limit_mb, gpu_limit_mb
         self._process = psutil.Process()
