@@ -107,9 +107,10 @@ def describe_lost_host(error: BaseException, peers: Iterable[Peer], rank: int) -
     The function probes all other hosts in parallel, for up to `_PROBE_SECONDS`.
     """
     here = next(peer for peer in peers if peer.rank == rank)
-    others = {peer.host: peer.address for peer in peers if peer.host != here.host}
+    # Hosts are identified by name and address, because several hosts may have the same name.
+    others = dict.fromkeys(peer[1:] for peer in peers if peer[1:] != here[1:])
     with ThreadPoolExecutor(max(1, len(others))) as pool:
-        answers = dict(zip(others, pool.map(_responds, others.values()), strict=True))
+        answers = dict(zip(others, pool.map(_responds, [address for _, address in others]), strict=True))
     lost = [host for host, answered in answers.items() if not answered]
     named = ", ".join(_describe(host, peers) for host in lost or others)
     if not lost:
@@ -121,9 +122,8 @@ def describe_lost_host(error: BaseException, peers: Iterable[Peer], rank: int) -
     return LostHostError(f"rank {rank} on {here.host}: {story}.\n{error}")
 
 
-def _describe(host: str, peers: Iterable[Peer]) -> str:
-    on_host = [peer for peer in peers if peer.host == host]
-    return f"{host} at {on_host[0].address} with {named_ranks([peer.rank for peer in on_host])}"
+def _describe(host: tuple[str, str], peers: Iterable[Peer]) -> str:
+    return f"{host[0]} at {host[1]} with {named_ranks([peer.rank for peer in peers if peer[1:] == host])}"
 
 
 def _responds(address: str) -> bool:

@@ -732,5 +732,12 @@ def test_hosts_that_respond_are_not_reported_as_lost(monkeypatch: pytest.MonkeyP
     assert "the other hosts respond (b at 127.0.0.1 with rank 1), so a rank there has exited" in told
 
 
+def test_a_lost_host_is_reported_even_if_all_hosts_have_the_same_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hosts, "_responds", lambda address: address != "10.0.0.2")
+    peers = [hosts.Peer(rank, "box", f"10.0.0.{1 + rank // 2}") for rank in range(6)]
+    told = str(hosts.describe_lost_host(RuntimeError("Connection closed by peer"), peers, 0))
+    assert told.startswith("rank 0 on box: lost box at 10.0.0.2 with ranks 2 and 3: no response within 1.5 s")
+
+
 def test_each_node_has_its_own_address() -> None:
     assert len({address_of(node) for node in range(250)}) == 250
