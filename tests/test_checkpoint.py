@@ -11,7 +11,7 @@ import threading
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import replace
 from pathlib import Path
 from signal import SIGTERM
@@ -381,6 +381,22 @@ def test_a_save_fails_if_its_name_may_not_have_reached_the_disk(
     with observe_disk(failing(("fsync", tmp_path.name), errno.EIO)), pytest.raises(CheckpointError):
         checkpointer.save(2)
     assert [verify(path) for path in list_checkpoints(tmp_path)] == [[], []]
+
+
+@pytest.mark.parametrize("background", [False, True])
+def test_an_interrupted_save_is_not_published_by_the_next_save(background: bool, tmp_path: Path) -> None:
+    def interrupt(operation: str, path: Path) -> None:
+        if (operation, path.name) == ("write", "optimizer.pt"):
+            raise KeyboardInterrupt
+
+    checkpointer = Checkpointer(tmp_path, components(), World(), background=background)
+    with observe_disk(interrupt), suppress(KeyboardInterrupt):
+        checkpointer.save(1)
+        checkpointer.finish()
+    assert not list(tmp_path.iterdir())
+    checkpointer.save(2)
+    checkpointer.finish()
+    assert list_checkpoints(tmp_path) == [tmp_path / checkpoint_name(2)]
 
 
 def test_every_disk_operation_that_can_fail_a_save_is_known(tmp_path: Path) -> None:

@@ -150,7 +150,7 @@ class Checkpointer:
         writer = _Writer(self, step, without_nan(metrics or {}), parts)
         try:
             writer.write_sharded(sharded)
-        except CheckpointError:
+        except BaseException:
             writer.remove()
             raise
         self._pending = writer
@@ -330,7 +330,7 @@ class _Writer:
         self.temporary: Path = from_rank_zero(self.world, temporary_path(self.path))
         self.shards: dict[str, list[Path]] = {}
         self.files: dict[str, list[StoredFile]] = {}
-        self.error: Exception | None = None
+        self.error: BaseException | None = None
         self.done = False
         self._thread: threading.Thread | None = None
 
@@ -359,7 +359,7 @@ class _Writer:
             self._thread.join()
 
     def run(self) -> None:
-        """Write this rank's files and flush them to disk. If this fails, `publish` raises the error."""
+        """Write this rank's files and flush them to disk. After a failure or interrupt, `publish` raises the error."""
         try:
             if self.world.is_main or self.checkpointer.shared:
                 notify_observers("write", self.temporary)
@@ -368,7 +368,7 @@ class _Writer:
                 records = [(name, pool.submit(self._record, rank, path)) for name, rank, path in self._write()]
             for name, record in records:
                 self.files.setdefault(name, []).append(record.result())
-        except Exception as error:
+        except BaseException as error:  # an interrupted save must not be published either
             self.error = error
         self.done = True
 
