@@ -227,12 +227,12 @@ def replace_directory(new: Path, path: Path) -> None:
     The function renames two folders, and `path` does not exist between the renames. If the process is killed at that
     moment, the old folder is at `replaced_path(path)`, and `recover(path)` restores it.
     """
-    if path.exists():
-        remove(replaced_path(path))
-        rename(path, replaced_path(path))
     try:
+        if path.exists():
+            remove(replaced_path(path))
+            rename(path, replaced_path(path))
         rename(new, path)
-    except OSError:
+    except BaseException:  # also an interrupt
         recover(path)
         raise
     sync(path.parent)

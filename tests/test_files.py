@@ -271,6 +271,21 @@ def test_a_directory_is_replaced_without_an_incomplete_state(tmp_path):
     assert names(tmp_path) == ["model"]
 
 
+def test_an_interrupt_between_the_two_renames_restores_the_old_directory(tmp_path):
+    path, interrupts = tmp_path / "model", [KeyboardInterrupt()]
+    path.mkdir()
+    (path / "weights").write_bytes(b"old")
+
+    def interrupt(operation, name):
+        if (operation, name) == ("rename", path) and interrupts:
+            raise interrupts.pop()
+
+    with pytest.raises(KeyboardInterrupt), observe_disk(interrupt), directory_replaced_atomically(path) as aside:
+        (aside / "weights").write_bytes(b"new")
+    assert names(tmp_path) == ["model"]
+    assert (path / "weights").read_bytes() == b"old"
+
+
 def test_observers_of_the_disk_see_every_operation_on_a_directory(tmp_path):
     points = []
     with observe_disk(noting(points)), directory_written_atomically(tmp_path / "step-5") as aside:
