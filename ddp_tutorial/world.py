@@ -134,15 +134,8 @@ def choose_device(
     """Return a GPU if the machine has a GPU for each of its ranks, and the CPU otherwise.
 
     If there are fewer GPUs than ranks, the ranks share the GPUs only if the device is "cuda" and the backend allows
-    sharing. gloo always does. NCCL 2.30 and later do if the environment variable NCCL_MULTI_RANK_GPU_ENABLE is 1.
-
-    Args:
-        device: "auto", "cpu", or "cuda".
-        local_rank: The rank among the processes on this machine.
-        local_size: The number of ranks on this machine.
-        gpus: The number of GPUs visible to this process. By default, the visible GPUs are counted.
-        backend: "auto", "gloo", or "nccl".
-        one_gpu_per_task: Whether the visible GPUs belong to this rank alone.
+    sharing. gloo always does. NCCL 2.30 and later do if the environment variable NCCL_MULTI_RANK_GPU_ENABLE is 1. With
+    `one_gpu_per_task`, the visible GPUs belong to this rank alone. `World.detect` describes the other arguments.
 
     Raises:
         ConfigError: If `device` is unknown. Also raised if `device` is "cuda", there are too few GPUs, and the ranks

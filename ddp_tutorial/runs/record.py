@@ -149,15 +149,8 @@ class RunRecord:
     ) -> None:
         """Create the record of a run. No file is opened yet.
 
-        Args:
-            world: This rank's world.
-            folder: Run folder.
-            config: Run settings.
-            unit: Unit that the loss is averaged over, such as "samples" or "tokens".
-            events: Whether to also write TensorBoard events. If the `tensorboardX` package is not installed, a warning
-                is logged instead.
-            memory_limit_mb: Resident memory in MB above which a rank logs a warning. 0 disables the limit.
-            gpu_memory_limit_mb: Reserved GPU memory in MB above which a rank logs a warning. 0 disables the limit.
+        `unit` and `events` are passed to `StepLog`, and the memory limits to `Usage`. If the package `tensorboardX` is
+        not installed, a warning is logged instead of events.
         """
         self.world, self.folder, self.config = world, folder, config
         self._lacks_package = events and find_spec("tensorboardX") is None

@@ -30,12 +30,8 @@ class StepLog:
     def __init__(self, world: World, path: Path, unit: str = "samples", *, events: bool = False) -> None:
         """Create a log without opening its file.
 
-        Args:
-            world: This rank's world.
-            path: Path of the JSON Lines file.
-            unit: Unit that the loss is averaged over, such as "samples" or "tokens". The log contains the total count
-                in this unit and the rate per second.
-            events: Whether to also write TensorBoard events, on rank 0.
+        The loss is averaged over a `unit`, such as "samples" or "tokens". The log contains the total count in this unit
+        and the rate per second. With `events`, rank 0 also writes TensorBoard events.
         """
         self.unit = unit
         self.losses: list[float] = []
