@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
+import safetensors
 import torch
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
@@ -109,6 +110,8 @@ def test_loading_restores_the_saved_state_bitwise(background: bool, tmp_path: Pa
     assert same(values_of(others), saved)
     assert (manifest.step, manifest.metrics, manifest.world_size) == (7, {"eval_loss": 0.5}, 1)
     assert others["model"].stateful.head.weight is others["model"].stateful.tokens.weight  # type: ignore[attr-defined]
+    with safetensors.safe_open(folder / "model.safetensors", framework="pt") as file:
+        assert ("head.weight" in file.keys()) != ("tokens.weight" in file.keys())  # noqa: SIM118, tied: stored once
     assert verify(folder) == []
     assert [path.name for path in tmp_path.iterdir()] == [checkpoint_name(7)]
 

@@ -55,6 +55,7 @@ from ddp_tutorial.checkpoint.manifest import (
 from ddp_tutorial.checkpoint.retention import Retention
 from ddp_tutorial.checkpoint.storage import (
     load_shards,
+    memory_of,
     read_state,
     sync_and_hash,
     to_plain,
@@ -238,15 +239,22 @@ class Checkpointer:
         return {key: state for each in (parts, *of_others) for key, state in each.items()} if of_others else {}
 
     def _copied(self, parts: Components) -> Components:
-        """Copy the states to CPU memory.
+        """Copy the states to CPU memory. Tied tensors are copied once.
 
         The copy reuses the previous copy's memory if the shapes and dtypes match, because allocating new memory takes
         several times longer.
         """
         values, structure = tree_flatten(parts)
-        before = self._memory if len(self._memory) == len(values) else [None] * len(values)
-        self._memory = [_copy(value, old) for value, old in zip(values, before, strict=True)]
-        return tree_unflatten(self._memory, structure)
+        if len(self._memory) != len(values):
+            self._memory = [None] * len(values)
+        copies: dict[object, Any] = {}
+        copied = []
+        for place, value in enumerate(values):
+            key = memory_of(value)
+            if key is None or key not in copies:
+                copies[key] = self._memory[place] = _copy(value, self._memory[place])
+            copied.append(copies[key])
+        return tree_unflatten(copied, structure)
 
     def _read(self, folder: Path, exclude: Sequence[str]) -> tuple[Manifest, list[Callable[[], object]]]:
         """Verify the checkpoint and read this rank's states. Return the manifest and functions that restore them."""

@@ -84,13 +84,21 @@ def _without_aliases(state: State) -> tuple[dict[str, torch.Tensor], dict[str, s
     first: dict[Any, str] = {}
     tensors, aliases = {}, {}
     for name, tensor in state.items():
-        key = (tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype) if tensor.numel() else name
+        key = memory_of(tensor)
         if key in first:
             aliases[name] = first[key]
         else:
-            first[key] = name
             tensors[name] = tensor.detach().contiguous()
+            if key is not None:
+                first[key] = name
     return tensors, aliases
+
+
+def memory_of(value: Any) -> tuple[object, ...] | None:
+    """Return a key that is the same for tied tensors, or None if `value` is not a dense tensor with elements."""
+    if not isinstance(value, torch.Tensor) or value.layout != torch.strided or not value.numel():
+        return None
+    return value.data_ptr(), value.shape, value.stride(), value.dtype
 
 
 def read_state(path: Path) -> State:
