@@ -281,6 +281,25 @@ def test_a_failed_step_can_be_retried_and_is_not_counted() -> None:
 # ----------------------------------------------------------------------------------------- streams, in one process
 
 
+@pytest.mark.parametrize("kind", ["sharded", "dispatched", "streamed"])
+def test_an_interrupted_step_is_read_again(kind: str) -> None:
+    interrupts = [True]
+
+    def transform(tree: Tree) -> Tree:
+        if 4 in tree["x"] and interrupts:
+            interrupts.pop()
+            raise KeyboardInterrupt
+        return tree
+
+    data = stream_of(9) if kind == "streamed" else [{"x": number} for number in range(9)]
+    config = SourceConfig(kind=kind)  # type: ignore[arg-type]
+    source = make_source(data, 3, SINGLE_PROCESS, seed=None, config=config, transform=transform)
+    assert take(source, 1) == [[0, 1, 2]]
+    with pytest.raises(KeyboardInterrupt):
+        next(source)
+    assert take(source, 2) == [[3, 4, 5], [6, 7, 8]]
+
+
 def stream_of(*lengths: int) -> Any:
     """Return a stream with one shard per length; samples are numbered."""
     ends = np.cumsum((0, *lengths)).tolist()

@@ -135,6 +135,9 @@ class ShardedSource:
             if again:
                 return self.take(micro_batches)
             raise SourceError(message) from error
+        except BaseException:  # an interrupt; the next step reads the same samples again
+            self.close()
+            raise
         self._taken += 1
         mine, self.cursor, world_count = self._planned.popleft()
         counts = global_micro_batch_sizes(world_count, self.world.size, micro_batches)

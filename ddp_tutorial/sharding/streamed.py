@@ -183,6 +183,9 @@ class StreamedSource:
                 if again:
                     return self._next_here()
                 raise SourceError(message) from error
+            except BaseException:  # an interrupt; the next step reads the same samples again
+                self.close()
+                raise
         return [self._joined(parts) for parts in zip(*of_workers, strict=True)]
 
     def _joined(self, parts: Iterable["_Part"]) -> tuple[Tree, int]:
