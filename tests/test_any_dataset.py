@@ -5,10 +5,12 @@ import time
 from collections import Counter, UserDict
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import datasets
 import numpy as np
+import pyarrow as pa
 import pytest
 import torch
 from torch.nn.utils.rnn import pad_sequence
@@ -37,6 +39,7 @@ from ddp_tutorial.sharding import (
     streamed,
 )
 from ddp_tutorial.sharding.permutation import GlobalBatchSampler, Permutation
+from ddp_tutorial.sharding.samples import write_arrow
 from ddp_tutorial.sharding.workers import SourceError
 from ddp_tutorial.world import World
 from ranks import error_of
@@ -230,6 +233,16 @@ def test_arrow_files_can_be_read_in_all_four_ways(tmp_path: Any) -> None:
         assert sorted(next(source).samples["id"].tolist()) == list(range(SAMPLES))
         assert source.batch_size == SAMPLES
         source.close()
+
+
+def test_a_stream_reads_the_requested_columns_of_both_arrow_formats(tmp_path: Path) -> None:
+    write_arrow(tmp_path / "stream.arrow", {"id": np.arange(4), "other": np.arange(4)})
+    table = pa.table({"id": range(4, 8), "other": ["a", "b", "c", "d"]})
+    with pa.OSFile(str(tmp_path / "file.arrow"), "wb") as file, pa.ipc.new_file(file, table.schema) as writer:
+        writer.write_table(table)
+    shards = ArrowShards([tmp_path / "stream.arrow", tmp_path / "file.arrow"], ["id"])
+    source = make_source(shards, 8, World(), seed=None, config=SourceConfig(kind="streamed"))
+    assert sorted(next(source).samples["id"].tolist()) == list(range(8))
 
 
 class FollowedNoise(IterableDataset[Any]):

@@ -421,14 +421,20 @@ class ArrowShards:
 _END_OF_STREAM = b"\xff\xff\xff\xff\0\0\0\0"
 
 
+def is_random_access(path: Path) -> bool:
+    """Return whether an Arrow file has the random access format rather than the streaming format."""
+    with Path(path).open("rb") as file:  # the caller may have passed a string
+        return file.read(6) == b"ARROW1"
+
+
 def _map_arrow(path: Path, columns: Sequence[str] | None) -> list[dict[str, np.ndarray[Any, Any]]]:
     """Return the record batches of a file, each as a dict of memory-mapped arrays."""
     try:
         mapped = pa.memory_map(str(path))
-        data = mapped.read_buffer()
-        if data[:6].to_pybytes() == b"ARROW1":  # Arrow has two file formats
+        if is_random_access(path):
             table = pa.ipc.open_file(mapped).read_all()
         else:
+            data = mapped.read_buffer()
             table = pa.ipc.open_stream(data).read_all()
             if data[-8:].to_pybytes() != _END_OF_STREAM:  # Arrow accepts a truncated stream
                 raise pa.ArrowInvalid("the end of the file is missing")

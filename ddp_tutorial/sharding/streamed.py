@@ -8,6 +8,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
+import pyarrow as pa
 import torch
 from torch.utils.data import DataLoader, IterableDataset, default_collate, get_worker_info
 
@@ -15,7 +16,7 @@ from ddp_tutorial.collectives import all_gather
 from ddp_tutorial.compat import hidden_worker_info, tree_map
 from ddp_tutorial.config import ConfigError, require_package
 from ddp_tutorial.rng import seed_of, seeded_rng
-from ddp_tutorial.sharding.samples import CollateFn, as_batch, collate_rows, select_rows
+from ddp_tutorial.sharding.samples import CollateFn, as_batch, collate_rows, is_random_access, select_rows
 from ddp_tutorial.sharding.sharded import ByValue, Transform, require_streams_for_all, to_device
 from ddp_tutorial.sharding.source import LocalBatch, SourceState, Tree
 from ddp_tutorial.sharding.workers import (
@@ -378,15 +379,16 @@ def _shuffled(rows: Iterator[Any], size: int, rng: random.Random) -> Iterator[An
 
 
 def iterable_dataset(paths: Sequence[Path], columns: Sequence[str] | None = None) -> Any:
-    """Return Arrow files as a `datasets.IterableDataset` with one shard per file.
-
-    Args:
-        paths: The Arrow files.
-        columns: The columns to read, or None for all columns.
-    """
+    """Return the `columns` (None: all columns) of Arrow files as an iterable dataset with one shard per file."""
     require_package("datasets", "data")
     from datasets import Dataset, concatenate_datasets
 
-    dataset = concatenate_datasets([Dataset.from_file(str(path)) for path in paths])
-    dataset = dataset.select_columns(list(columns)) if columns else dataset
+    def read(path: Path) -> Dataset:
+        if is_random_access(path):  # `from_file` reads only the streaming format
+            table = pa.ipc.open_file(pa.memory_map(str(path))).read_all()
+            return Dataset(table, fingerprint=str(path))  # the default fingerprint would read the whole file
+        return Dataset.from_file(str(path))
+
+    parts = [read(path) for path in paths]
+    dataset = concatenate_datasets([part.select_columns(list(columns)) for part in parts] if columns else parts)
     return dataset.to_iterable_dataset(num_shards=max(1, min(len(paths), len(dataset)))).with_format("torch")
