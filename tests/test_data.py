@@ -2,6 +2,7 @@
 
 import os
 import pickle
+import tracemalloc
 from collections import UserDict
 from collections.abc import Callable
 from pathlib import Path
@@ -398,6 +399,17 @@ def test_shards_are_written_once_per_corpus_context_type_and_file_count(
 
     monkeypatch.setattr(module, "write_arrow", refuse)
     assert as_shards(TokenBlocks(tokens.clone(), 3), tmp_path) == first
+
+
+def test_existing_shards_are_found_without_a_copy_of_the_tokens(tmp_path: Path) -> None:
+    blocks = TokenBlocks(torch.zeros(1 << 20, dtype=torch.int64), 1 << 10)  # 8 MB
+    paths = as_shards(blocks, tmp_path)
+    tracemalloc.start()
+    try:
+        assert as_shards(blocks, tmp_path) == paths
+        assert tracemalloc.get_traced_memory()[1] < 1 << 20
+    finally:
+        tracemalloc.stop()
 
 
 def test_incomplete_shards_do_not_exist(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

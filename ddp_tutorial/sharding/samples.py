@@ -502,7 +502,9 @@ def as_shards(blocks: TokenBlocks, cache: Path, files: int = SHARDS) -> list[Pat
         The paths of the files.
     """
     tokens = blocks.tokens.numpy()
-    key = hashlib.blake2b(tokens.tobytes(), digest_size=8, person=tokens.dtype.str.encode()).hexdigest()
+    key = hashlib.blake2b(
+        np.ascontiguousarray(tokens).data, digest_size=8, person=tokens.dtype.str.encode()
+    ).hexdigest()
     folder = cache / f"{key}-{blocks.context}-{files}"
     names = [f"{number}-of-{files}.arrow" for number in range(files)]
 
