@@ -311,12 +311,17 @@ def test_notebooks_that_cannot_be_swept_are_rejected(workdir: Path) -> None:
     content = nbformat.read(untagged, as_version=4)
     content.cells[0].metadata = {}
     nbformat.write(content, untagged)
+    magic = write_notebook(Path("magic.ipynb"), f"%matplotlib inline\n{PARAMETERS}")
     broken = write_notebook(Path("broken.ipynb"), PARAMETERS, "read_parameters(")
     for path, told in [
         (Path("gone.ipynb"), "there is no notebook 'gone.ipynb'"),
         (Path("text.ipynb"), "text.ipynb is not a notebook"),
         (nameless, "nameless.ipynb must have a parameter 'name'"),
         (untagged, "untagged.ipynb must have one cell tagged 'parameters', got 0"),
+        (
+            magic,
+            "magic.ipynb: the cell tagged 'parameters' must contain only Python code, got invalid syntax in line 1",
+        ),
         (broken, "the cell after the parameters raised SyntaxError"),
     ]:
         with pytest.raises(ConfigError, match=told):

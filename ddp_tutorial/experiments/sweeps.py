@@ -274,7 +274,8 @@ def parameters_in(notebook: Any, name: str) -> Parameters:
     """Return the parameters of a notebook.
 
     Raises:
-        ConfigError: If the notebook does not contain exactly one `parameters` cell, or has no parameter "name".
+        ConfigError: If the notebook does not contain exactly one `parameters` cell, or if this cell is not Python code
+            or has no parameter "name".
     """
     code = [cell for cell in notebook.cells if cell.cell_type == "code"]
     places = [place for place, cell in enumerate(code) if "parameters" in cell.metadata.get("tags", [])]
@@ -282,7 +283,14 @@ def parameters_in(notebook: Any, name: str) -> Parameters:
         raise ConfigError(f"{name} must have one cell tagged 'parameters', got {len(places)}")
     after = code[places[0] + 1].source if places[0] + 1 < len(code) else ""
     parameters = Parameters(name, code[places[0]].source, after if "read_parameters(" in after else "")
-    if "name" not in parameters.names:
+    try:
+        names = parameters.names
+    except SyntaxError as error:
+        raise ConfigError(
+            f"{name}: the cell tagged 'parameters' must contain only Python code, got "
+            f"{error.msg} in line {error.lineno}"
+        ) from None
+    if "name" not in names:
         raise ConfigError(
             f"{name} must have a parameter 'name', which specifies the folder under runs/ for result.json"
         )
