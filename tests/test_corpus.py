@@ -213,6 +213,12 @@ def test_a_folder_consists_of_its_files_in_the_order_of_their_names(workdir: Pat
     assert digest_of(corpus) == digest_of(on_the_spot)
 
 
+def test_a_path_is_not_expanded_as_a_wildcard(workdir: Path) -> None:
+    for name, text in (("notes[1].jsonl", "the file"), ("notes1.jsonl", "a match")):
+        write_json(workdir / name, [{"text": text}])
+    assert bytes(load_corpus("json:notes[1].jsonl").train.tolist()) == b"the file"
+
+
 def test_tokens_are_cached_until_the_file_changes(workdir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = write_json(workdir / "a.jsonl", [{"text": story} for story in STORIES])
     first = load_corpus("json:a.jsonl")

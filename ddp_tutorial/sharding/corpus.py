@@ -12,6 +12,7 @@ streams the first 20,000 documents and does not download the others. The `datase
 `bin:FOLDER` memory-maps the token files `train.bin` and `val.bin`; see token_files.py.
 """
 
+import glob
 import hashlib
 import os
 import socket
@@ -224,7 +225,7 @@ def _read_dataset(kind: str, argument: str) -> Iterator[bytes]:
             rows = load_dataset(where, split="train", revision=revision or None, streaming=bool(sliced))
             rows = rows.take(int(first.removesuffix("]"))) if sliced else rows
         else:
-            files = list(map(str, _files(kind, argument)))
+            files = [glob.escape(str(file)) for file in _files(kind, argument)]  # `load_dataset` expands wildcards
             disable_progress_bars()  # local files are read quickly
             rows = load_dataset(kind, data_files=files, split="train", cache_dir=str(CACHE / "datasets"))
         for number, row in enumerate(rows):
