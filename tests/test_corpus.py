@@ -441,6 +441,14 @@ def test_tokens_are_stored_in_the_smallest_type_for_the_vocabulary(vocab: int, d
     assert (stored.dtype, stored.tolist()) == (dtype, [vocab - 1])
 
 
+def test_the_vocabulary_includes_the_largest_token_of_a_tokenizer_with_gaps(workdir: Path) -> None:
+    inner = tokenizers.Tokenizer(tokenizers.models.WordLevel({"a": 0, "b": 70_000}, unk_token="a"))
+    inner.save("tokenizer.json")
+    Path("b.txt").write_text("b")
+    assert load_tokenizer("tokenizer.json").vocab == 70_001
+    assert tokenize(load_corpus("text:b.txt"), "tokenizer.json").train.tolist() == [70_000]
+
+
 def test_cached_tokens_are_found_without_reading_the_corpus(workdir: Path) -> None:
     write_tokenizer(workdir / "tokenizer.json")
     rows = [json.dumps({"text": story(number)}) for number in range(30)]

@@ -27,7 +27,7 @@ class Tokenizer:
         encode: A function that converts text to int64 tokens of shape [tokens].
         decode: A function that converts tokens to text.
         separator: The tokens between two documents.
-        vocab: The vocabulary size.
+        vocab: The vocabulary size, which is one more than the largest token.
     """
 
     encode: Callable[[str], torch.Tensor]
@@ -59,7 +59,7 @@ def load_tokenizer(name: str) -> Tokenizer:
         lambda text: torch.tensor(inner.encode(text).ids, dtype=torch.int64),
         lambda tokens: inner.decode(tokens.tolist()),
         tuple([end for end in ends if end is not None][:1]),
-        inner.get_vocab_size(),
+        max(inner.get_vocab().values(), default=-1) + 1,  # the ids may have gaps
     )
 
 
