@@ -294,6 +294,16 @@ def test_an_unreachable_hub_is_reported_immediately_with_advice(workdir: Path, m
         load_corpus("hub:owner/stories")
 
 
+def test_a_hub_dataset_with_a_script_is_rejected(workdir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def load_dataset(*_: object, **__: object) -> None:
+        raise RuntimeError("Dataset scripts are no longer supported, but found stories.py")
+
+    monkeypatch.setattr("datasets.load_dataset", load_dataset)
+    monkeypatch.setattr(corpora, "_reach_hub", lambda argument: None)
+    with pytest.raises(ConfigError, match=r"corpus 'hub:a/b' cannot be read: Dataset scripts are no longer supported"):
+        load_corpus("hub:a/b")
+
+
 @pytest.mark.parametrize(
     ("name", "where", "revision", "streaming", "count"),
     [

@@ -243,7 +243,7 @@ def _read_dataset(kind: str, argument: str) -> Iterator[bytes]:
         raise
     except DatasetNotFoundError as error:
         raise ConfigError(f"corpus '{kind}:{argument}' cannot be read: {error}") from None
-    except (OSError, ValueError, DatasetGenerationError) as error:
+    except (OSError, RuntimeError, ValueError, DatasetGenerationError) as error:
         cause = str(error.__cause__ or error).strip().partition("\n")[0]
         raise ConfigError(f"corpus '{kind}:{argument}' cannot be read: {cause}") from None
 
