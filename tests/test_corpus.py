@@ -213,6 +213,11 @@ def test_a_folder_consists_of_its_files_in_the_order_of_their_names(workdir: Pat
     assert digest_of(corpus) == digest_of(on_the_spot)
 
 
+def test_a_corpus_may_contain_empty_parquet_files(workdir: Path) -> None:
+    write_stories(3, workdir / "stories", files=4)
+    assert digest_of(load_corpus("parquet:stories")) == digest_of(load_corpus("stories:3"))
+
+
 def test_a_path_is_not_expanded_as_a_wildcard(workdir: Path) -> None:
     for name, text in (("notes[1].jsonl", "the file"), ("notes1.jsonl", "a match")):
         write_json(workdir / name, [{"text": text}])

@@ -227,7 +227,9 @@ def _read_dataset(kind: str, argument: str) -> Iterator[bytes]:
         else:
             files = [glob.escape(str(file)) for file in _files(kind, argument)]  # `load_dataset` expands wildcards
             disable_progress_bars()  # local files are read quickly
-            rows = load_dataset(kind, data_files=files, split="train", cache_dir=str(CACHE / "datasets"))
+            # The default batch size is the size of a file's first row group, and `datasets` rejects an empty file.
+            options = {"batch_size": 65536} if kind == "parquet" else {}
+            rows = load_dataset(kind, data_files=files, split="train", cache_dir=str(CACHE / "datasets"), **options)
         for number, row in enumerate(rows):
             if column not in row:
                 others = ", ".join(map(repr, row))

@@ -33,7 +33,8 @@ def write_stories(count: int, folder: Path, files: int = 8, seed: int = 0) -> li
     with directory_written_atomically(folder) as unfinished:
         for number, name in enumerate(names):
             mine = range(count * number // files, count * (number + 1) // files)
-            pyarrow.parquet.write_table(pa.table({"text": [story(each, seed) for each in mine]}), unfinished / name)
+            text = pa.array([story(each, seed) for each in mine], pa.string())
+            pyarrow.parquet.write_table(pa.table({"text": text}), unfinished / name)
     return [folder / name for name in names]
 
 
