@@ -4,12 +4,14 @@ import multiprocessing
 import os
 import random
 import signal
+import sys
 import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from itertools import islice, pairwise
 from pathlib import Path
+from types import ModuleType
 from typing import Any, NamedTuple
 
 import datasets
@@ -20,7 +22,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch.multiprocessing.spawn import spawn
-from torch.utils.data import get_worker_info
+from torch.utils.data import IterableDataset, get_worker_info
 
 from ddp_tutorial.compat import tree_flatten
 from ddp_tutorial.config import ConfigError
@@ -370,6 +372,18 @@ def test_an_impossible_stream_is_reported(
     monkeypatch.setattr("ddp_tutorial.sharding.streamed.require_group", lambda _: None)
     with pytest.raises(ConfigError, match=told):
         next(StreamedSource(stream_of(*lengths), batch, world_of(0, size), streams=streams))
+
+
+class Numbers(IterableDataset[dict[str, int]]):
+    def __iter__(self) -> Iterator[dict[str, int]]:
+        return iter([{"x": number} for number in range(4)])
+
+
+def test_a_module_named_datasets_may_be_the_users_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    own = ModuleType("datasets")
+    own.IterableDataset = IterableDataset  # type: ignore[attr-defined]  # imported by the user's module
+    monkeypatch.setitem(sys.modules, "datasets", own)
+    assert sorted(take(StreamedSource(Numbers(), 4, SINGLE_PROCESS), 1)[0]) == [0, 1, 2, 3]
 
 
 def test_a_stream_that_fails_is_reported_with_its_places() -> None:

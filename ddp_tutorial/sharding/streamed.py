@@ -315,7 +315,8 @@ class _Shards(Protocol):
 
 
 def _as_shards(dataset: Any, seed: int | None, shuffle_buffer: int) -> _Shards:
-    datasets = sys.modules.get("datasets")  # already imported if the dataset uses it; the import takes a second
+    # Already imported if the dataset uses it; the import takes a second. A user's own module may be named `datasets`.
+    datasets = sys.modules.get("datasets.iterable_dataset")
     if datasets is not None and isinstance(dataset, datasets.IterableDataset):
         return _DatasetsShards(dataset if seed is None else dataset.shuffle(seed=seed, buffer_size=shuffle_buffer))
     if isinstance(dataset, Iterator):
