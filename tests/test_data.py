@@ -449,6 +449,8 @@ def test_parquet_files_are_converted_to_arrow_once(tmp_path: Path) -> None:
         pa.parquet.write_table(pa.table({"x": [number, number + 10]}), path)
     made = as_arrow(paths, tmp_path / "arrow")
     assert ArrowShards(made).fetch(np.arange(4))["x"].tolist() == [0, 10, 1, 11]
+    other = as_arrow(paths[1:], tmp_path / "arrow")  # with the same name as the first file
+    assert ArrowShards(other).fetch(np.arange(2))["x"].tolist() == [1, 11]
     for path in paths:
         path.unlink()
     assert as_arrow(paths, tmp_path / "arrow") == made
@@ -464,4 +466,4 @@ def test_an_unreadable_parquet_file_is_named_and_nothing_is_written(
     spoil(paths[1])
     with pytest.raises(ConfigError, match=r"1.parquet cannot be read as a Parquet file: "):
         as_arrow(paths, tmp_path / "arrow")
-    assert not [path for path in tmp_path.iterdir() if "arrow" in path.name]
+    assert not list(tmp_path.rglob("*.arrow"))

@@ -518,16 +518,15 @@ def as_shards(blocks: TokenBlocks, cache: Path, files: int = SHARDS) -> list[Pat
 
 
 def as_arrow(paths: Sequence[Path], folder: Path) -> list[Path]:
-    """Convert Parquet files to Arrow files in `folder`, unless the Arrow files already exist.
+    """Convert Parquet files to Arrow files, unless the Arrow files already exist, and return their paths.
 
-    Parquet files are compressed, so they cannot be memory-mapped.
-
-    Returns:
-        The paths of the Arrow files.
+    Parquet files are compressed, so they cannot be memory-mapped. The Arrow files are stored in a subfolder of `folder`
+    whose name is a digest of the Parquet files' paths.
 
     Raises:
         ConfigError: If a Parquet file cannot be read.
     """
+    folder /= hashlib.blake2b(repr([str(path.resolve()) for path in paths]).encode(), digest_size=8).hexdigest()
     # numbered, because files in different folders may have the same name
     names = [f"{number}-{path.stem}.arrow" for number, path in enumerate(paths)]
 
