@@ -460,6 +460,13 @@ def test_any_tree_arrives_as_it_was_sent(tree: Any) -> None:
             assert after == before
 
 
+def test_a_batch_may_have_a_type_that_cannot_be_imported() -> None:
+    class Local(NamedTuple):  # as in a notebook cell
+        x: torch.Tensor
+
+    assert unpack(pack(Local(torch.ones(2)))).x.tolist() == [1, 1]
+
+
 def test_a_batch_moves_to_the_device_with_all_its_tensors() -> None:
     moved = to_device({"x": torch.ones(2), "more": (torch.ones(2, 3), "text")}, torch.device("meta"))
     assert moved["x"].is_meta

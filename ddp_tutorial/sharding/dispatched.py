@@ -8,6 +8,7 @@ from contextlib import suppress
 from dataclasses import replace
 from typing import Any, NamedTuple
 
+import cloudpickle
 import numpy as np
 import torch
 import torch.distributed as dist
@@ -222,7 +223,7 @@ def pack(thing: object) -> torch.Tensor:
     leaves, tree = tree_flatten(thing)
     tensors = [leaf.detach().cpu().resolve_conj().resolve_neg() for leaf in leaves if torch.is_tensor(leaf)]
     placeholders = [_Leaf(leaf.dtype, tuple(leaf.shape)) if torch.is_tensor(leaf) else leaf for leaf in leaves]
-    head = pickle.dumps(tree_unflatten(placeholders, tree))
+    head = cloudpickle.dumps(tree_unflatten(placeholders, tree))  # a type may be from a notebook cell
     parts = [torch.tensor([len(head)]).view(torch.uint8), torch.frombuffer(bytearray(head), dtype=torch.uint8)]
     for part in [tensor.contiguous().reshape(-1).view(torch.uint8) for tensor in tensors]:
         parts += [torch.zeros(-sum(map(len, parts)) % _ALIGN, dtype=torch.uint8), part]
