@@ -302,6 +302,18 @@ def test_an_interrupted_step_is_read_again(kind: str) -> None:
     assert take(source, 2) == [[3, 4, 5], [6, 7, 8]]
 
 
+def test_a_closed_source_continues_at_the_next_sample(workdir: Path) -> None:
+    for kind in KINDS:
+        source = make_source(blocks_of(40), 4, SINGLE_PROCESS, seed=None, config=SourceConfig(kind=kind, streams=4))  # type: ignore[arg-type]
+        taken = []
+        for _ in range(3):
+            taken += numbers(next(source).samples)
+            source.close()
+        assert len(set(taken)) == 12, kind
+        if kind != "streamed":
+            assert taken == list(range(12)), kind
+
+
 def stream_of(*lengths: int) -> Any:
     """Return a stream with one shard per length; samples are numbered."""
     ends = np.cumsum((0, *lengths)).tolist()

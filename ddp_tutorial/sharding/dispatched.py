@@ -178,10 +178,8 @@ class DispatchedSource:
 
     def load_state_dict(self, state: SourceState) -> None:
         """Resume from a state that `state_dict` returned. Collective."""
-        self._stop()
         self._state = state
-        if self._inner:
-            self._inner.load_state_dict(state)
+        self._stop()
 
     def close(self) -> None:
         """Stop reading, and destroy the process group. Collective."""
@@ -202,7 +200,7 @@ class DispatchedSource:
         while not self._ahead.empty():
             self._ahead.get()
         if self._inner:
-            self._inner.close()
+            self._inner.load_state_dict(self._state)  # prefetched steps are read again
 
 
 class _Leaf(NamedTuple):
