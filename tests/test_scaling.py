@@ -27,35 +27,27 @@ BY_HAND = StepModel(fixed=1, per_sample=1, nbytes=8, link=LinkModel(0, 2))
 
 
 @pytest.mark.parametrize(
-    ("model", "batch", "ranks", "cores", "seconds"),
+    ("model", "batch", "ranks", "seconds"),
     [
-        (BY_HAND, 8, 1, None, 9.0),  # 1 + 8, and nobody to talk to
-        (BY_HAND, 8, 2, None, 5.0 + 4.0),  # 1 + 4; 2 * 1/2 of 8 bytes at 2 a second
-        (BY_HAND, 8, 4, None, 3.0 + 6.0),  # 1 + 2; 2 * 3/4 of 8 bytes
-        (BY_HAND, 7, 2, None, 5.0 + 4.0),  # one rank has 4 of the 7, and the other waits for it
-        (BY_HAND, 8, 4, 2, 2 * (3.0 + 6.0)),  # two turns
-        (BY_HAND, 8, 4, 4, 9.0),
-        (BY_HAND, 8, 1, 4, 9.0),  # idle cores do not help
-        (replace(BY_HAND, overlap=1.0), 8, 2, None, 5.0 + 4.0 - 10 / 3),  # hides 2/3 of 5 seconds, of 4
-        (replace(BY_HAND, overlap=0.5), 8, 2, None, 5.0 + 4.0 - 5 / 3),
-        (replace(BY_HAND, overlap=1.0), 16, 2, None, 9.0),  # 2/3 of 9 seconds hide all of 4
-        (replace(BY_HAND, sharing=1.2), 8, 2, None, 6.0 + 4.0),
-        (replace(BY_HAND, sharing=1.2), 8, 1, None, 9.0),  # a single rank shares nothing
-        (replace(BY_HAND, link=LinkModel(0.5, 2)), 8, 4, None, 9.0 + 3.0),  # 2 * 3 rounds of half a second
-        (replace(BY_HAND, link=LinkModel(0.5, 2), buckets=2), 8, 4, None, 9.0 + 6.0),  # and for each bucket
+        (BY_HAND, 8, 1, 9.0),  # 1 + 8, and nobody to talk to
+        (BY_HAND, 8, 2, 5.0 + 4.0),  # 1 + 4; 2 * 1/2 of 8 bytes at 2 a second
+        (BY_HAND, 8, 4, 3.0 + 6.0),  # 1 + 2; 2 * 3/4 of 8 bytes
+        (BY_HAND, 7, 2, 5.0 + 4.0),  # one rank has 4 of the 7, and the other waits for it
+        (replace(BY_HAND, overlap=1.0), 8, 2, 5.0 + 4.0 - 10 / 3),  # hides 2/3 of 5 seconds, of 4
+        (replace(BY_HAND, overlap=0.5), 8, 2, 5.0 + 4.0 - 5 / 3),
+        (replace(BY_HAND, overlap=1.0), 16, 2, 9.0),  # 2/3 of 9 seconds hide all of 4
+        (replace(BY_HAND, sharing=1.2), 8, 2, 6.0 + 4.0),
+        (replace(BY_HAND, sharing=1.2), 8, 1, 9.0),  # a single rank shares nothing
+        (replace(BY_HAND, link=LinkModel(0.5, 2)), 8, 4, 9.0 + 3.0),  # 2 * 3 rounds of half a second
+        (replace(BY_HAND, link=LinkModel(0.5, 2), buckets=2), 8, 4, 9.0 + 6.0),  # and for each bucket
     ],
 )
-def test_step_times_equal_values_computed_by_hand(
-    model: StepModel, batch: int, ranks: int, cores: int | None, seconds: float
-) -> None:
-    assert model.seconds(batch, ranks, cores) == pytest.approx(seconds)
+def test_step_times_equal_values_computed_by_hand(model: StepModel, batch: int, ranks: int, seconds: float) -> None:
+    assert model.seconds(batch, ranks) == pytest.approx(seconds)
 
 
-def test_efficiencies_equal_values_computed_by_hand() -> None:
-    assert BY_HAND.strong_efficiency(8, 2) == pytest.approx(9 / (2 * 9))
-    assert BY_HAND.strong_efficiency(8, 4, cores=2) == pytest.approx(9 / (2 * 18))  # by cores, not by ranks
+def test_an_efficiency_equals_the_value_computed_by_hand() -> None:
     assert BY_HAND.weak_efficiency(8, 2) == pytest.approx(9 / 13)  # 16 samples in 9 + 4 seconds, against 8 in 9
-    assert BY_HAND.weak_efficiency(8, 4, cores=2) == pytest.approx(4 * 9 / (2 * 2 * 15))
 
 
 def test_a_cluster_has_one_machine_per_rank() -> None:
@@ -80,10 +72,9 @@ models = st.builds(
 ROUNDING = 1 + 1e-9
 
 
-@given(models, st.integers(1, 4096), st.integers(1, 4096), st.one_of(st.none(), st.integers(1, 64)))
-def test_no_efficiency_is_above_one(model: StepModel, batch: int, ranks: int, cores: int | None) -> None:
-    assert 0 < model.strong_efficiency(batch, ranks, cores) <= ROUNDING
-    assert 0 < model.weak_efficiency(batch, ranks, cores) <= ROUNDING
+@given(models, st.integers(1, 4096), st.integers(1, 4096))
+def test_no_efficiency_is_above_one(model: StepModel, batch: int, ranks: int) -> None:
+    assert 0 < model.weak_efficiency(batch, ranks) <= ROUNDING
 
 
 @given(models, st.integers(1, 512), st.integers(1, 2048))
@@ -95,7 +86,6 @@ def test_weak_efficiency_falls_as_ranks_are_added(model: StepModel, batch: int, 
 def test_a_free_link_scales_perfectly(model: StepModel, batch: int, ranks: int) -> None:
     free = model.on(LinkModel(0, float("inf")))
     assert free.weak_efficiency(batch, ranks) == pytest.approx(1)
-    assert replace(free, fixed=0).strong_efficiency(batch * ranks, ranks) == pytest.approx(1)
 
 
 @given(models, st.integers(1, 512), st.integers(2, 2048))
@@ -138,7 +128,7 @@ def test_invalid_values_are_rejected() -> None:
         replace(BY_HAND, overlap=1.1)
     with pytest.raises(ValueError, match="'per_sample' must be > 0"):
         replace(BY_HAND, per_sample=0)
-    with pytest.raises(ValueError, match="at least 1, got 0, 2 and None"):
+    with pytest.raises(ValueError, match="at least 1, got 0 and 2"):
         BY_HAND.seconds(0, 2)
     assert BACKWARD < 1
 

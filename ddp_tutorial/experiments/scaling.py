@@ -76,38 +76,22 @@ class StepModel:
         sending = self.communication(ranks)
         return sending - self.overlap * min(sending, BACKWARD * self.compute(samples, ranks))
 
-    def seconds(self, batch: int, ranks: int = 1, cores: int | None = None) -> float:
+    def seconds(self, batch: int, ranks: int = 1) -> float:
         """Return the step time in seconds for a global batch of `batch` samples.
 
         The rank with the most samples determines the step time.
-
-        Args:
-            batch: The global batch size.
-            ranks: The number of ranks.
-            cores: The number of cores that all ranks share on one machine. If there are fewer cores than ranks, the
-                ranks take turns computing and sending data. Within one machine, sending means copying.
         """
-        if batch < 1 or ranks < 1 or (cores is not None and cores < 1):
-            raise ValueError(f"'batch', 'ranks' and 'cores' must be at least 1, got {batch}, {ranks} and {cores}")
+        if batch < 1 or ranks < 1:
+            raise ValueError(f"'batch' and 'ranks' must be at least 1, got {batch} and {ranks}")
         samples = math.ceil(batch / ranks)
-        turns = max(1.0, ranks / cores) if cores else 1.0
-        return turns * (self.compute(samples, ranks) + self.exposed(samples, ranks))
+        return self.compute(samples, ranks) + self.exposed(samples, ranks)
 
-    def strong_efficiency(self, batch: int, ranks: int, cores: int | None = None) -> float:
-        """Return the speedup over one rank with the same global batch, divided by the number of ranks.
-
-        If there are fewer `cores` than ranks, the speedup is divided by the number of cores instead.
-        """
-        working = min(ranks, cores or ranks)
-        return self.seconds(batch) / (working * self.seconds(batch, ranks, cores))
-
-    def weak_efficiency(self, batch: int, ranks: int, cores: int | None = None) -> float:
+    def weak_efficiency(self, batch: int, ranks: int) -> float:
         """Return the throughput for `batch` samples per rank, divided by one rank's throughput and the number of ranks.
 
-        If there are fewer `cores` than ranks, the number of cores replaces the number of ranks in the division.
+        This ratio equals the ratio of the step times, because the number of samples per rank is the same.
         """
-        working = min(ranks, cores or ranks)
-        return ranks * self.seconds(batch) / (working * self.seconds(batch * ranks, ranks, cores))
+        return self.seconds(batch) / self.seconds(batch * ranks, ranks)
 
     def on(self, link: LinkModel, faster: float = 1.0, larger: float = 1.0) -> "StepModel":
         """Return the performance model of the same step for a cluster with one rank per machine.
@@ -136,19 +120,17 @@ def fit_step(
     trained: tuple[int, float],
     nbytes: float,
     buckets: int = 1,
-    ranks: int = 2,
     trained_on: LinkConfig | None = None,
 ) -> StepModel:
-    """Fit a `StepModel` to measurements on one rank and on `ranks` ranks.
+    """Fit a `StepModel` to measurements on one rank and on two ranks.
 
     Args:
         alone: Dict that maps each number of samples to the step time in seconds on one rank.
-        side_by_side: Tuple of the global batch size and the step time in seconds on all ranks without all-reduces.
-        all_reduces: Dict that maps each number of bytes to the all-reduce time in seconds on all ranks.
-        trained: Tuple of the global batch size and the step time in seconds on all ranks with all-reduces.
+        side_by_side: Tuple of the global batch size and the step time in seconds on two ranks without all-reduces.
+        all_reduces: Dict that maps each number of bytes to the all-reduce time in seconds on two ranks.
+        trained: Tuple of the global batch size and the step time in seconds on two ranks with all-reduces.
         nbytes: The size of the gradients in bytes.
         buckets: The number of all-reduces per step.
-        ranks: The number of ranks.
         trained_on: The simulated link of the `trained` measurement, or None for a real link. A slow link gives the
             best estimate of the overlap.
 
@@ -161,19 +143,19 @@ def fit_step(
         raise ValueError(
             f"the step time must grow with the number of samples, got {dict(alone)}. Repeat the measurement."
         ) from None
-    rounds = 2 * (ranks - 1)
-    link = fit_link([rounds] * len(all_reduces), [rounds * n / ranks for n in all_reduces], list(all_reduces.values()))
+    # In an all-reduce over two ranks, each rank sends two messages, each of which contains half of the bytes.
+    link = fit_link([2] * len(all_reduces), list(all_reduces), list(all_reduces.values()))
     model = StepModel(line.latency, 1 / line.bandwidth, nbytes, link, buckets)
     batch, seconds = side_by_side
-    model = replace(model, sharing=max(1.0, seconds / model.compute(batch / ranks)))
+    model = replace(model, sharing=max(1.0, seconds / model.compute(batch / 2)))
     batch, seconds = trained
     there = replace(model, link=LinkModel.from_config(trained_on) if trained_on else link)
-    return replace(model, overlap=_overlap(there, batch / ranks, ranks, seconds))
+    return replace(model, overlap=_overlap(there, batch / 2, seconds))
 
 
-def _overlap(model: StepModel, samples: float, ranks: int, seconds: float) -> float:
-    """Return the overlapped fraction of the overlappable communication in a step that took `seconds` seconds."""
-    computing, sending = model.compute(samples, ranks), model.communication(ranks)
+def _overlap(model: StepModel, samples: float, seconds: float) -> float:
+    """Return the overlapped fraction of the overlappable communication in a step of `seconds` seconds on two ranks."""
+    computing, sending = model.compute(samples, 2), model.communication(2)
     hideable = min(sending, BACKWARD * computing)
     hidden = sending - (seconds - computing)
     return min(1.0, max(0.0, hidden / hideable)) if hideable else 0.0
