@@ -8,10 +8,12 @@ from pathlib import Path
 import IPython.display
 import matplotlib.pyplot as plt
 import pytest
+from matplotlib.figure import Figure
 
 from ddp_tutorial.config import ConfigError, load
-from ddp_tutorial.figures.watch import dashboard, watch
+from ddp_tutorial.figures.watch import _drawn, watch
 from ddp_tutorial.runs.folder import RunFolder
+from ddp_tutorial.runs.summaries import read_run
 from ddp_tutorial.training.config import TaskConfig
 from ddp_tutorial.training.tasks import launch_training
 
@@ -37,6 +39,10 @@ def a_run(folder: Path, rows: list[dict[str, object]], **config: object) -> Path
     RunFolder(folder).config.write_text(json.dumps({"steps": 10} | config))
     RunFolder(folder).metrics.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return folder
+
+
+def dashboard(run: Path) -> Figure:
+    return _drawn(run, *read_run(run))
 
 
 ROWS = [{"step": i, "loss": 3 / i, "tokens": 8 * i, "tokens_per_second": 100.0 * i, "elapsed": i} for i in range(1, 7)]

@@ -1,7 +1,7 @@
 """Draw measurements, and re-export the other figures, so that all figures are available as `plots.NAME`."""
 
 import statistics
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import cycle, pairwise
 from typing import Any
 
@@ -21,7 +21,6 @@ from ddp_tutorial.figures.style import (
     FAINT,
     HATCHES,
     INK,
-    ORANGE,
     SKY,
     Series,
     as_png,
@@ -138,12 +137,10 @@ def curves(
     return figure
 
 
-def _label_ends(axes: Axes, ends: Mapping[str, tuple[float, float]], gap: float = 0.07) -> None:
-    """Write each name to the right of the axes, as close to the height of its point as possible.
-
-    `gap` is the minimum distance between two names, as a fraction of the axes' height.
-    """
+def _label_ends(axes: Axes, ends: Mapping[str, tuple[float, float]]) -> None:
+    """Write each name to the right of the axes, as close to the height of its point as possible."""
     axes.autoscale_view()
+    gap = 0.07  # the minimum distance between two names, as a fraction of the axes' height
     place = axes.transData + axes.transAxes.inverted()  # from data to axes coordinates
     colors = dict(zip(ends, cycle(COLORS)))
     points = {name: place.transform(end) for name, end in ends.items()}
@@ -208,16 +205,10 @@ def points(values: Mapping[str, tuple[float, float]], title: str, xlabel: str, y
 
 
 @styled
-def dots_by_group(
-    groups: Mapping[str, Mapping[str, Sequence[float]]],
-    xlabel: str,
-    title: str,
-    note: Callable[[float], str] = "{:,.0f}".format,
-) -> Figure:
+def dots_by_group(groups: Mapping[str, Mapping[str, Sequence[float]]], xlabel: str, title: str) -> Figure:
     """Draw one panel per group, with the same rows in all panels and a shared logarithmic axis.
 
-    A point labeled with `note(median)` marks the median of the values, and a line shows their range. Every value must
-    be positive.
+    A labeled point marks the median of the values, and a line shows their range. Every value must be positive.
     """
     rows = max(map(len, groups.values()))
     size = (10, 1.2 + 0.5 * rows)
@@ -227,7 +218,8 @@ def dots_by_group(
             middle = statistics.median(several)
             axes.plot([min(several), max(several)], [row, row], color=color, linewidth=5, alpha=0.4)
             axes.plot(middle, row, marker, color=color, markersize=8, markeredgecolor="white")
-            axes.annotate(note(middle), (middle, row), (0, 7), textcoords="offset points", ha="center", fontsize=9)
+            label = f"{middle:,.0f}"
+            axes.annotate(label, (middle, row), (0, 7), textcoords="offset points", ha="center", fontsize=9)
         axes.set_yticks(range(len(values)), list(values))
         axes.set(xlabel=xlabel, xscale="log")
         axes.xaxis.set_major_formatter(EngFormatter(sep=""))
@@ -245,8 +237,6 @@ def intervals(
     title: str,
     xlabel: str,
     note: Callable[[float], str] = "{:.2f}".format,
-    hollow: Collection[str] = (),
-    model: Mapping[str, float] | None = None,
     mark: float | None = None,
     band: str = "90 % band",
 ) -> Figure:
@@ -257,22 +247,15 @@ def intervals(
         title: The title of the figure.
         xlabel: The label of the x-axis.
         note: A function that formats a value.
-        hollow: Names whose points are drawn hollow, to mark runs with more ranks than cores.
-        model: Predictions by name, drawn with their relative error.
         mark: An x value at which to draw a vertical line.
         band: The legend label of the bands.
     """
     figure, axes = plt.subplots(figsize=(9, 1.2 + 0.48 * len(values)))
     dot: dict[str, Any] = {"marker": "o", "color": BLUE, "markersize": 9, "markeredgewidth": 1.8}
-    diamond: dict[str, Any] = {"marker": "D", "color": ORANGE, "markersize": 8, "markeredgecolor": INK}
-    for row, (name, (low, middle, high)) in enumerate(values.items()):
+    for row, (low, middle, high) in enumerate(values.values()):
         axes.plot([low, high], [row, row], color=SKY, linewidth=9, solid_capstyle="butt")
-        axes.plot(middle, row, **dot, markerfacecolor="white" if name in hollow else BLUE)
-        label = note(middle)
-        if model and name in model:
-            axes.plot(model[name], row, **diamond)
-            label += f", model {note(model[name])} ({model[name] / middle - 1:+.0%})"
-        axes.annotate(label, (1.01, row), xycoords=("axes fraction", "data"), va="center", fontsize=9.5)
+        axes.plot(middle, row, **dot)
+        axes.annotate(note(middle), (1.01, row), xycoords=("axes fraction", "data"), va="center", fontsize=9.5)
     if mark is not None:
         axes.axvline(mark, color=FAINT, linestyle=(0, (5, 2)), linewidth=1.4)
     axes.set_yticks(range(len(values)), list(values))
@@ -280,12 +263,8 @@ def intervals(
     axes.set_xlim(left=0)
     axes.grid(visible=False, axis="y")
     axes.set(title=title, xlabel=xlabel)
-    none: dict[str, Any] = {"xdata": [], "ydata": [], "linestyle": "none"}
-    keys = [Line2D(**none, **dot, label="median"), Line2D([], [], color=SKY, linewidth=9, label=band)]
-    if hollow:
-        keys.insert(1, Line2D(**none, **dot, markerfacecolor="white", label="median, more ranks than cores"))
-    if model:
-        keys.append(Line2D(**none, **diamond, label="model"))
+    median = Line2D([], [], **dot, linestyle="none", label="median")
+    keys = [median, Line2D([], [], color=SKY, linewidth=9, label=band)]
     figure.legend(handles=keys, ncols=len(keys), loc="outside lower center")
     return figure
 

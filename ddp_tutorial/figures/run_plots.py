@@ -198,12 +198,13 @@ def _title(figure: Figure, grid: Any, summaries: Sequence[Summary], compare: boo
     figure.suptitle(f"{first}\n{second}".strip(), x=0.01, ha="left", fontsize=10)
 
 
-def _differences(summaries: Sequence[Summary], most: int = 6) -> str:
+def _differences(summaries: Sequence[Summary]) -> str:
     """Return a sentence that lists the settings that differ between the runs, with their values in run order."""
     settings = [
         f"{name} ({', '.join(dict.fromkeys(map(_format_value, v)))})"
         for name, v in differing_settings(summaries).items()
     ]
+    most = 6
     more = [f"and {len(settings) - most} more"] if len(settings) > most else []
     return f"Different settings: {', '.join(settings[:most] + more)}" if settings else "Identical settings"
 

@@ -41,9 +41,7 @@ _BACKGROUND = "#e4e4e4"  # behind both lanes during the backward pass
 
 
 @styled
-def swimlane(
-    spans: Sequence["Span"], title: str, xlabel: str = "seconds since the start of the first process"
-) -> Figure:
+def swimlane(spans: Sequence["Span"], title: str) -> Figure:
     """Draw each process's spans as bars, with one lane per process. Time zero is the earliest start."""
     lanes = list(dict.fromkeys(span.lane for span in spans))
     names = list(dict.fromkeys(span.name for span in spans))
@@ -64,20 +62,20 @@ def swimlane(
     axes.set_yticks(range(len(lanes)), lanes)
     axes.invert_yaxis()
     axes.grid(visible=False, axis="y")
-    axes.set(xlabel=xlabel, title=title)
+    axes.set(xlabel="seconds since the start of the first process", title=title)
     axes.legend(ncols=len(names), loc="upper center", bbox_to_anchor=(0.5, -0.28 - 0.12 / len(lanes)))
     return figure
 
 
 @styled
-def gantt(timelines: Mapping[str, "Timeline"], rank: int = 0, title: str = "") -> Figure:
-    """Draw one rank's computation and communication in several runs, on one time axis.
+def gantt(timelines: Mapping[str, "Timeline"], title: str = "") -> Figure:
+    """Draw rank 0's computation and communication in several runs, on one time axis.
 
     A gray background marks the backward pass. Communication on this background is overlapped, and all other
     communication is exposed. A run's label contains the durations of the step and of its exposed communication.
     """
     figure, axes = plt.subplots(figsize=(9, 1.2 + 0.95 * len(timelines)))
-    _gantt(axes, timelines, rank)
+    _gantt(axes, timelines)
     axes.set(title=title)
     figure.legend(ncols=len(_GANTT) + 2, loc="outside lower center", columnspacing=1.2)
     return figure
@@ -89,11 +87,11 @@ def profiled_steps(timeline: "Timeline") -> Figure:
     return gantt(ranks, title="Profiled steps on every rank")
 
 
-def _gantt(axes: Axes, timelines: Mapping[str, "Timeline"], rank: int) -> None:
+def _gantt(axes: Axes, timelines: Mapping[str, "Timeline"]) -> None:
     from ddp_tutorial.ddp.timeline import COMPUTE
 
     for row, timeline in enumerate(timelines.values()):
-        spans = _seen(timeline, rank)
+        spans = _seen(timeline)
         zero = min(span.start for span in spans)
         for span in spans:
             left, length = 1e3 * (span.start - zero), 1e3 * (span.end - span.start)
@@ -104,11 +102,11 @@ def _gantt(axes: Axes, timelines: Mapping[str, "Timeline"], rank: int) -> None:
             )
             if span.name == "backward":
                 axes.barh(row, length, left=left, color=_BACKGROUND, height=0.86, zorder=0)
-        overlap = timeline.overlap(rank)
+        overlap = timeline.overlap(0)
         exposed = 1e3 * (overlap.communication - overlap.hidden)
         note = f"  {_milliseconds(spans):.0f} ms,\n  {exposed:.0f} ms exposed" if overlap.communication else ""
         axes.annotate(note, (_milliseconds(spans), row), va="center", fontsize=8.5)
-    drawn = {span.name for timeline in timelines.values() for span in timeline.ranks[rank]}
+    drawn = {span.name for timeline in timelines.values() for span in timeline.ranks[0]}
     for name, (color, hatch) in _GANTT.items():
         if name in drawn:
             label = "finish (waiting)" if name == "finish" else name
@@ -128,8 +126,8 @@ def _edge(color: str) -> str:
     return FAINT if color == "white" else "white"
 
 
-def _seen(timeline: "Timeline", rank: int) -> list["Span"]:
-    return [span for span in timeline.ranks[rank] if span.name != "grads"]  # "grads" contains the other spans
+def _seen(timeline: "Timeline") -> list["Span"]:
+    return [span for span in timeline.ranks[0] if span.name != "grads"]  # "grads" contains the other spans
 
 
 def _milliseconds(spans: Sequence["Span"]) -> float:
@@ -208,7 +206,6 @@ def one_of_sweep(
     model: tuple[Sequence[float], Sequence[float]],
     title: str,
     xlabel: str,
-    rank: int = 0,
 ) -> Figure:
     """Draw the timeline of one point in a sweep (see `gantt`) above the measurements of the sweep (see `sweeps`).
 
@@ -222,11 +219,10 @@ def one_of_sweep(
         model: The points (xs, ys) of the model.
         title: The title of the figure.
         xlabel: The label of the x-axis.
-        rank: The rank whose timeline is drawn.
     """
     figure, (above, below) = plt.subplots(2, 1, figsize=(9, 5), height_ratios=[1, 1.7])
-    _gantt(above, {"": timelines[x]}, rank)
-    lengths = {each: _milliseconds(_seen(timeline, rank)) for each, timeline in timelines.items()}
+    _gantt(above, {"": timelines[x]})
+    lengths = {each: _milliseconds(_seen(timeline)) for each, timeline in timelines.items()}
     above.set(title=title, xlim=(0, 1.25 * max(lengths.values())), yticks=[])
     _sweep(below, list(several), list(several.values()), model)
     below.axvline(x, color=RED, linewidth=6, alpha=0.25, zorder=0)

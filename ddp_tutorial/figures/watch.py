@@ -24,8 +24,8 @@ from ddp_tutorial.runs.summaries import Row, Summary, finite_number, numbers_of_
 def watch(run: str | Path, *, seconds: float = float("inf"), every: float = 1.0) -> None:
     """Show a run in a notebook and refresh the picture while the run is in progress.
 
-    The function returns when the run has exited, when `seconds` seconds have passed, or when the cell is interrupted.
-    An interrupt does not affect the run. The last picture remains in the notebook.
+    The function returns when the run has exited, or when `seconds` seconds have passed. Interrupting the cell does not
+    affect the run. The last picture remains in the notebook.
 
     Args:
         run: The run's folder.
@@ -50,20 +50,13 @@ def watch(run: str | Path, *, seconds: float = float("inf"), every: float = 1.0)
         time.sleep(min(every, max(0.0, deadline - time.monotonic())))
 
 
-def dashboard(run: str | Path) -> Figure:
+@styled
+def _drawn(run: Path, rows: Sequence[Row], summary: Summary) -> Figure:
     """Draw the current state of a run.
 
     The panels show the loss and throughput by step, and each rank's memory at each evaluation. A further panel shows
     the seconds spent in each phase between the last two evaluations.
-
-    Raises:
-        ConfigError: If `run` is not a run folder.
     """
-    return _drawn(Path(run), *read_run(Path(run)))
-
-
-@styled
-def _drawn(run: Path, rows: Sequence[Row], summary: Summary) -> Figure:
     figure, grid = plt.subplots(2, 2, figsize=(10, 5.2))
     _losses(grid[0][0], rows)
     _rate(grid[0][1], rows, summary)
