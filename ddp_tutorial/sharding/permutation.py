@@ -70,7 +70,7 @@ class Permutation:
             part = _block(self, epoch, number)[start - number * BLOCK :][:count]
             parts.append(part)
             cursor, count = cursor + len(part), count - len(part)
-        return parts[0] if len(parts) == 1 else np.concatenate([_NONE, *parts])
+        return parts[0] if len(parts) == 1 else np.concatenate([np.empty(0, np.int64), *parts])
 
     def __call__(self, epoch: int, positions: Indices) -> Indices:
         """Return the sample indices at `positions` of an epoch. Positions are in the range [0, `samples`)."""
@@ -113,10 +113,10 @@ def permute(positions: Indices, size: int, keys: npt.NDArray[np.uint64]) -> Indi
 
     Args:
         positions: Values in the range [0, `size`).
-        size: The size of the permutation.
+        size: The size of the permutation, at least 1.
         keys: The keys of the Feistel rounds. The number of keys must be even.
     """
-    a = max(1, math.isqrt(size - 1) + 1) if size > 1 else 1
+    a = math.isqrt(size - 1) + 1
     b = -(-size // a)
     placed = _rounds(positions.astype(np.uint64), np.uint64(a), np.uint64(b), keys)
     # a x b may be slightly larger than size: permute values beyond it again
@@ -250,6 +250,3 @@ def global_micro_batch_sizes(count: int, size: int, micro_batches: int) -> list[
         sum(len(range(size * j + rank, count, size * micro_batches)) for rank in range(size))
         for j in range(micro_batches)
     ]
-
-
-_NONE = np.empty(0, dtype=np.int64)

@@ -8,7 +8,7 @@ from typing import Any
 import cloudpickle
 import numpy as np
 import torch
-from torch.utils.data import DataLoader, Dataset, Sampler
+from torch.utils.data import DataLoader, Dataset
 
 from ddp_tutorial.compat import tree_map
 from ddp_tutorial.config import ConfigError
@@ -155,7 +155,7 @@ class ShardedSource:
             return map(self._fetch.__getitem__, self._plan())
         loader: DataLoader[list[Tree]] = DataLoader(
             self._fetch,
-            sampler=_Plan(self._plan),
+            sampler=self._plan(),
             batch_size=None,  # the plan already yields batches
             generator=torch.Generator(),  # otherwise torch's global generator would advance
             pin_memory=self.world.device.type == "cuda",
@@ -186,18 +186,6 @@ def _range(indices: Indices) -> str:
     return f"samples {indices.min()} to {indices.max()} ({len(indices)} of them)"
 
 
-class _Plan(Sampler[list[_Planned]]):
-    """A `DataLoader` sampler that yields each step of `plan()` as a list of micro-batches."""
-
-    def __init__(self, plan: Callable[[], Iterator[list[_Planned]]]) -> None:
-        """Store the plan."""
-        self.plan = plan
-
-    def __iter__(self) -> Iterator[list[_Planned]]:
-        """Return a new iterator over the steps."""
-        return self.plan()
-
-
 class ByValue:
     """A base class for objects that are pickled by value with cloudpickle.
 
@@ -217,13 +205,11 @@ class _Fetch(ByValue, Dataset[list[Tree]]):
     """The dataset that the `DataLoader` and its workers read. Each item is the list of a step's micro-batches."""
 
     def __init__(self, data: Data, transform: Transform | None, seed: int) -> None:
-        """Store the arguments."""
         self.data, self.transform, self.seed = data, transform, seed
         # These datasets draw no random numbers, and seeding would take longer than reading them.
         self.is_deterministic = transform is None and isinstance(data, TokenBlocks | ArrowShards | Tensors)
 
     def __getitem__(self, step: list[_Planned]) -> list[Tree]:
-        """Return the micro-batches of a step."""
         return [self._batch(*planned) for planned in step]
 
     def _batch(self, number: int, cursor: int, indices: Indices) -> Tree:

@@ -6,7 +6,7 @@ import sys
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import islice
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import pyarrow as pa
 import torch
@@ -96,7 +96,7 @@ class StreamedSource:
             ConfigError: If there are fewer streams than ranks, or if `batch_size` is less than the number of streams.
         """
         require_group(world)
-        self.shards: _Shards = _as_shards(dataset, seed, shuffle_buffer)
+        self.shards = _as_shards(dataset, seed, shuffle_buffer)
         self.streams = streams or max(world.size, self.shards.count)
         require_streams_for_all(self.streams, batch_size, world)
         self.batch_size, self.world, self.workers, self.worker_timeout = batch_size, world, workers, worker_timeout
@@ -257,7 +257,6 @@ class _Follow(ByValue, IterableDataset[list[_Part]]):
     """An infinite dataset that yields a rank's samples for each step. Each worker reads only its own streams."""
 
     def __init__(self, source: StreamedSource) -> None:
-        """Copy the settings and the position of `source`."""
         self.shards, self.streams, self.batch_size = source.shards, source.streams, source.batch_size
         self.seed, self.epoch, self.places = source.seed, source.epoch, source.places
         self.rank, self.size, self.parts = source.world.rank, source.world.size, source.parts
@@ -301,20 +300,7 @@ class _Follow(ByValue, IterableDataset[list[_Part]]):
         return _Part(torch.tensor(places), as_batch(samples, len(places)))
 
 
-class _Shards(Protocol):
-    """Iterable data that are split into shards."""
-
-    count: int
-
-    def rows(self, stream: int, streams: int, epoch: int) -> Iterator[Any]:
-        """Iterate over the rows of the stream with index `stream`, in the order of `epoch`.
-
-        Each row belongs to exactly one of the `streams` streams.
-        """
-        ...
-
-
-def _as_shards(dataset: Any, seed: int | None, shuffle_buffer: int) -> _Shards:
+def _as_shards(dataset: Any, seed: int | None, shuffle_buffer: int) -> "_DatasetsShards | _OneShard":
     # Already imported if the dataset uses it; the import takes a second. A user's own module may be named `datasets`.
     datasets = sys.modules.get("datasets.iterable_dataset")
     if datasets is not None and isinstance(dataset, datasets.IterableDataset):
@@ -334,11 +320,13 @@ class _DatasetsShards:
     """A `datasets.IterableDataset`, which provides its own shards and shuffling."""
 
     def __init__(self, dataset: Any) -> None:
-        """Store the dataset."""
         self.dataset, self.count = dataset, dataset.num_shards
 
     def rows(self, stream: int, streams: int, epoch: int) -> Iterator[Any]:
-        """Iterate over the rows of a stream; see `_Shards.rows`."""
+        """Iterate over the rows of the stream with index `stream`, in the order of `epoch`.
+
+        Each row belongs to exactly one of the `streams` streams.
+        """
         from datasets.distributed import split_dataset_by_node
 
         rows = split_dataset_by_node(self.dataset, stream, streams)
@@ -355,11 +343,10 @@ class _OneShard:
     count = 1
 
     def __init__(self, dataset: Any, seed: int | None, shuffle_buffer: int) -> None:
-        """Store the arguments."""
         self.dataset, self.seed, self.shuffle_buffer = dataset, seed, shuffle_buffer
 
     def rows(self, stream: int, streams: int, epoch: int) -> Iterator[Any]:
-        """Iterate over the rows of a stream; see `_Shards.rows`."""
+        """Iterate over the rows of a stream; see `_DatasetsShards.rows`."""
         if hasattr(self.dataset, "set_epoch"):
             self.dataset.set_epoch(epoch)
         rows: Iterator[Any] = iter(self.dataset)
