@@ -40,12 +40,7 @@ class Arm:
     """
 
     def __init__(self, step: TrainStep, threads: int = 1) -> None:
-        """Store the step and its thread count.
-
-        Args:
-            step: The step to run.
-            threads: The number of intra-op threads to set before each call.
-        """
+        """Store the step, and the number of intra-op threads to set before each call."""
         self.step, self.threads = step, threads
 
     def __call__(self) -> None:

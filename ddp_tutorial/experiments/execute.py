@@ -143,12 +143,8 @@ def _sensible_ranks() -> int:
 def run_notebook(notebook: Path, folder: Path, parameters: Mapping[str, Any]) -> None:
     """Execute `notebook` with papermill, and write the executed notebook and its HTML page to `folder`.
 
-    A progress bar is displayed for each training run under `folder`.
-
-    Args:
-        notebook: The notebook to execute.
-        folder: The folder for the outputs.
-        parameters: The notebook's parameters. The parameter `name` must be the path of `folder` relative to `runs/`.
+    A progress bar is displayed for each training run under `folder`. The parameter `name` must be the path of `folder`
+    relative to `runs/`.
 
     Raises:
         NotebookError: If the notebook failed or did not write `result.json`.

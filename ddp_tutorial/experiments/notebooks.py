@@ -102,9 +102,6 @@ def refresh(paths: Sequence[Path] = (), *, everything: bool = False) -> None:
 def copy_notebooks(folder: Path) -> None:
     """Copy the notebooks without their outputs to `folder/notebooks`, and copy the notebooks' data to `folder/data`.
 
-    Args:
-        folder: The path of a new folder.
-
     Raises:
         FileExistsError: If the folder already exists.
     """

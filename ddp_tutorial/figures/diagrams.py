@@ -47,11 +47,9 @@ def _arrow(axes: Axes, start: tuple[float, float], end: tuple[float, float], sty
 def collectives(tensors: Mapping[str, tuple[Tensors, Tensors]], title: str) -> Figure:
     """Draw each rank's numbers before and after each collective, with one panel per collective.
 
-    A number's color identifies its source rank. Sums are black. An empty cell means that the rank has no valid data.
-
-    Args:
-        tensors: All ranks' tensors before and after each collective. Chunk c on rank r contains the number 10 r + c.
-        title: The title of the figure.
+    `tensors` contains all ranks' tensors before and after each collective. Chunk c on rank r contains the number
+    10 r + c. A number's color identifies its source rank. Sums are black. An empty cell means that the rank has no
+    valid data.
     """
     rows = (len(tensors) + 3) // 4
     figure, grid = plt.subplots(rows, 4, figsize=(11, 0.4 + 1.75 * rows), squeeze=False)
@@ -89,13 +87,11 @@ def _chunk(axes: Axes, x: float, y: float, number: int | None, size: int) -> Non
 def chunks(rounds: Sequence[Sequence[Sequence[Collection[int]]]], title: str) -> Figure:
     """Draw the ranks that have contributed to each chunk, initially and after each round of a ring all-reduce.
 
+    `rounds[k][rank][chunk]` contains the ranks that have contributed to the chunk after k rounds.
+
     A cell lists the contributing ranks. With more than 4 ranks, it shows the number of contributing ranks instead. A
     chunk that has just been received has a thick frame, and a complete chunk is dark. The second row of panels shows
     the all-gather.
-
-    Args:
-        rounds: `rounds[k][rank][chunk]` contains the ranks that have contributed to the chunk after k rounds.
-        title: The title of the figure.
     """
     size = len(rounds[0])
     named = size <= 4
@@ -161,13 +157,9 @@ def buckets(
 ) -> Figure:
     """Draw the gradients in each bucket.
 
-    Each layout is drawn as a row, each bucket as a frame, and each gradient as a bar.
-
-    Args:
-        layouts: The buckets in each layout. A bucket contains a (name, bytes) pair for each gradient.
-        order: The gradients' names, in the order in which the gradients become ready. Earlier gradients are darker.
-        title: The title of the figure.
-        xlabel: The label of the x-axis.
+    Each layout is drawn as a row, each bucket as a frame, and each gradient as a bar. A bucket contains a (name, bytes)
+    pair for each gradient. `order` lists the gradients' names in the order in which the gradients become ready. Earlier
+    gradients are darker.
     """
     figure, axes = plt.subplots(figsize=(9, 0.9 + 0.8 * len(layouts)))
     gap = 0.012 * max(sum(nbytes for bucket in layout for _, nbytes in bucket) for layout in layouts.values())
@@ -199,12 +191,10 @@ def buckets(
 def sample_assignment(seen: Mapping[str, Sequence[Sequence[Sequence[int]]]], title: str) -> Figure:
     """Draw the ranks that processed each sample in each epoch, with one panel per name.
 
+    `seen[name][epoch][sample]` lists the ranks that processed the sample, including repeats.
+
     A cell shows the color and number of each rank that processed the sample. A white cell means that no rank processed
     the sample. A thick frame means that the sample was processed several times.
-
-    Args:
-        seen: `seen[name][epoch][sample]` lists the ranks that processed the sample, including repeats.
-        title: The title of the figure.
     """
     heights = [len(epochs) for epochs in seen.values()]
     width = max(len(epochs[0]) for epochs in seen.values())

@@ -168,13 +168,8 @@ def measured_and_model(
 ) -> Figure:
     """Draw measured points, and a model's predictions as lines, on logarithmic scales.
 
-    Args:
-        measured: The points (xs, ys) of each measurement, with xs in bytes and ys in seconds.
-        model: The points (xs, ys) of the model's lines, by the same names.
-        title: The title of the figure.
-        xlabel: The label of the x-axis.
-        ylabel: The label of the y-axis.
-        marks: The x values to mark with vertical lines, by label.
+    The points (xs, ys) have xs in bytes and ys in seconds. `marks` contains the x values to mark with vertical lines,
+    by label.
     """
     figure, axes = plt.subplots(figsize=(9, 4.2))
     for (name, (xs, ys)), color, marker in zip(measured.items(), cycle(COLORS), cycle("os^Dv")):

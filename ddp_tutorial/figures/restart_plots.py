@@ -58,10 +58,8 @@ def attempts(
 ) -> Figure:
     """Draw the progress over time and the loss curve of a run that was killed and restarted.
 
-    Args:
-        whole: The steps and losses of the uninterrupted run.
-        parts: The seconds, steps and losses of each attempt, by name.
-        title: The title of the figure.
+    `whole` contains the steps and losses of the uninterrupted run. `parts` contains the seconds, steps and losses of
+    each attempt, by name.
     """
     figure, (left, right) = plt.subplots(1, 2, figsize=(10, 3.9))
     right.plot(*whole, color="#cccccc", linewidth=7, label="uninterrupted")
@@ -89,12 +87,8 @@ def goodput(
 ) -> Figure:
     """Draw each run's time shares as a stacked bar, and its predicted goodput as a marker.
 
-    Args:
-        labels: The label of each run.
-        spent: For each run, the seconds spent on each activity. The first activity counts as goodput.
-        models: For each performance model, the predicted goodput of each run.
-        title: The title of the figure.
-        xlabel: The label of the x-axis.
+    `spent` contains, for each run, the seconds spent on each activity. The first activity counts as goodput. `models`
+    contains, for each performance model, the predicted goodput of each run.
     """
     figure, axes = plt.subplots(figsize=(9, 4))
     bottom = [0.0] * len(labels)

@@ -146,14 +146,7 @@ def sweeps(
 
     A point marks the fastest measurement at each x value, and a vertical line extends from the point to the median. A
     curve shows the model. The minima of the measurements and of the model are marked. Each panel's title contains the x
-    values of both minima.
-
-    Args:
-        measured: For each panel, the x values, and several measurements per x value.
-        model: For each panel, the points (xs, ys) of the model.
-        title: The title of the figure.
-        xlabel: The label of the x-axes.
-        ylabel: The label of the y-axis.
+    values of both minima. `measured` contains, for each panel, the x values, and several measurements per x value.
     """
     figure, grid = plt.subplots(1, len(measured), figsize=(10, 3.9), squeeze=False)
     for axes, (name, (xs, several)) in zip(grid[0], measured.items(), strict=True):

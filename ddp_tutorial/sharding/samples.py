@@ -174,12 +174,7 @@ class TokenBlocks:
     """
 
     def __init__(self, tokens: torch.Tensor, context: int) -> None:
-        """Store the arguments.
-
-        Args:
-            tokens: A one-dimensional tensor of tokens.
-            context: The number of tokens in a sample, excluding the last target.
-        """
+        """Store the one-dimensional `tokens`. A sample contains `context` tokens, excluding the last target."""
         self.tokens, self.context = tokens, context
 
     def __len__(self) -> int:
@@ -261,12 +256,7 @@ def collate_rows(rows: Sequence[Any], numbers: Sequence[int], collate_fn: Collat
 
     A custom `collate_fn` receives rows of any type. `default_collate` silently drops a column that is missing from the
     first row. It also returns a mixed list of strings and numbers unchanged. Therefore, `default_collate` receives only
-    rows with the same columns and types.
-
-    Args:
-        rows: The rows.
-        numbers: The index of each row, for the error message.
-        collate_fn: A function that combines a list of rows into one batch.
+    rows with the same columns and types. `numbers` contains the index of each row, for the error message.
 
     Raises:
         ValueError: If the rows cannot be combined. The message contains the reason.
@@ -289,10 +279,6 @@ def collate_rows(rows: Sequence[Any], numbers: Sequence[int], collate_fn: Collat
 
 def check_same_structure(rows: Sequence[Any], numbers: Sequence[int]) -> None:
     """Raise an error if a row's columns or types differ from the first row's.
-
-    Args:
-        rows: The rows.
-        numbers: The index of each row, for the error message.
 
     Raises:
         ValueError: If a row differs from the first row.
@@ -354,11 +340,7 @@ class ArrowShards:
     """
 
     def __init__(self, paths: Sequence[Path], columns: Sequence[str] | None = None) -> None:
-        """Memory-map the files.
-
-        Args:
-            paths: The Arrow files.
-            columns: The columns to read, or None for all columns.
+        """Memory-map the `columns` (None: all columns) of the files.
 
         Raises:
             ConfigError: If a file is damaged, lacks a column, or has different column types than the first file.
@@ -488,18 +470,10 @@ SHARDS = 4  # the default number of files
 
 
 def as_shards(blocks: TokenBlocks, cache: Path, files: int = SHARDS) -> list[Path]:
-    """Write a corpus's samples to Arrow files, unless the files already exist.
+    """Write a corpus's samples to Arrow files, unless the files already exist, and return their paths.
 
     The files are stored in a subfolder of `cache`. The subfolder's name contains a digest of the tokens, the context
     length, and the number of files.
-
-    Args:
-        blocks: The samples of the corpus.
-        cache: The parent folder.
-        files: The number of files.
-
-    Returns:
-        The paths of the files.
     """
     tokens = blocks.tokens.numpy()
     key = hashlib.blake2b(

@@ -13,18 +13,9 @@ from ddp_tutorial.files import directory_written_atomically
 
 
 def write_stories(count: int, folder: Path, files: int = 8, seed: int = 0) -> list[Path]:
-    """Write `count` stories, numbered from 0, to Parquet files in a new folder. Each file has one column, `text`.
+    """Write `count` stories, numbered from 0, to Parquet files in a new folder, and return the files' paths.
 
-    Each file contains consecutive stories.
-
-    Args:
-        count: The number of stories.
-        folder: The folder to create.
-        files: The number of files.
-        seed: The random seed for the stories.
-
-    Returns:
-        The paths of the files.
+    Each file has one column, `text`, and contains consecutive stories.
 
     Raises:
         FileExistsError: If the folder exists.
