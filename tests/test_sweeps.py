@@ -22,7 +22,7 @@ from commands import call
 from ddp_tutorial.commands.sweep import sweep
 from ddp_tutorial.config import CONFIGS, ConfigError
 from ddp_tutorial.experiments import parameter_check, sweeps, tables
-from ddp_tutorial.experiments.execute import _MARK, end_processes_of
+from ddp_tutorial.experiments.execute import _MARK, _Follower, end_processes_of
 from ddp_tutorial.experiments.notebooks import NOTEBOOKS
 from ddp_tutorial.experiments.sweeps import (
     Point,
@@ -331,6 +331,14 @@ def test_notebooks_that_cannot_be_swept_are_rejected(workdir: Path) -> None:
         match=r"a sweep's name must be a valid folder name .* got '../x'. The sweep is stored in runs/sweeps/NAME",
     ):
         plan_sweep(write_notebook(Path("good.ipynb"), PARAMETERS), [], name="../x")
+
+
+def test_the_comparison_does_not_read_the_logs_of_the_points(tmp_path: Path) -> None:
+    (tmp_path / "point").mkdir()
+    (tmp_path / "point" / "metrics.jsonl").write_text('{"step": 1, "loss": 0.5}')  # in the notebook's own format
+    with _Follower(tmp_path) as follower:
+        follower.look()
+        assert not follower.bars
 
 
 LEAVES_TRACES = """

@@ -143,8 +143,8 @@ def _sensible_ranks() -> int:
 def run_notebook(notebook: Path, folder: Path, parameters: Mapping[str, Any]) -> None:
     """Execute `notebook` with papermill, and write the executed notebook and its HTML page to `folder`.
 
-    A progress bar is displayed for each training run under `folder`. The parameter `name` must be the path of `folder`
-    relative to `runs/`.
+    A progress bar is displayed for each training run that starts under `folder`. The parameter `name` must be the path
+    of `folder` relative to `runs/`.
 
     Raises:
         NotebookError: If the notebook failed or did not write `result.json`.
@@ -233,10 +233,11 @@ def last_lines(folder: Path, count: int = 15) -> list[str]:
 
 
 class _Follower:
-    """Progress bars for the runs under a folder, updated from the runs' log files."""
+    """Progress bars for the runs that start under a folder, updated from the runs' log files."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
+        self.earlier = set(folder.glob("*/metrics.jsonl"))  # such as those of a sweep's points
         self.bars: dict[Path, Any] = {}
 
     def __enter__(self) -> "_Follower":
@@ -250,7 +251,7 @@ class _Follower:
         """Update the bars from the lines written since the last call."""
         from tqdm import tqdm
 
-        for log in sorted(self.folder.glob("*/metrics.jsonl")):
+        for log in sorted(set(self.folder.glob("*/metrics.jsonl")) - self.earlier):
             if log not in self.bars:
                 config = json.loads(RunFolder(log.parent).config.read_text())
                 self.bars[log] = tqdm(total=config["steps"], desc=f"{log.parent.name:12}", unit="step", mininterval=0)
