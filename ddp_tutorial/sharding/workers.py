@@ -17,8 +17,6 @@ from multiprocessing.connection import Connection, wait
 from multiprocessing.util import Finalize
 from typing import Any, TypeVar
 
-import numpy as np
-import torch
 from torch.utils.data import DataLoader
 
 from ddp_tutorial.compat import shutdown_workers, worker_processes
@@ -189,7 +187,6 @@ def _initialize(requests: Connection, _: int) -> None:
 
     Signals are caught rather than ignored, because the worker's child processes would inherit ignored signals.
     """
-    np.random.seed(torch.initial_seed() % 2**32)  # the DataLoader seeds torch and Python's random
     for number in _NOT_FOR_WORKERS:
         signal.signal(number, _ignore_signals)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, _NOT_FOR_WORKERS)
