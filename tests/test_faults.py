@@ -2,6 +2,7 @@
 
 import errno
 import json
+import math
 import re
 from pathlib import Path
 from typing import Any, get_args
@@ -167,6 +168,37 @@ def test_a_leak_grows_in_each_step_from_its_first_step() -> None:
             used.append(process.memory_info().rss / 1e6)
     assert used[1] - used[0] > 40
     assert used[3] - used[1] > 80
+
+
+def test_a_gradient_is_nan_in_one_step_only() -> None:
+    model, sums = nn.Linear(2, 1), []
+    with inject_faults(World(), Fault(action="nan", step=2), model=model):
+        for _ in range(3):
+            with phase("data"):
+                pass
+            with phase("grads"):
+                model.zero_grad()
+                model(torch.ones(1, 2)).sum().backward()
+            sums.append(sum(float(p.grad.sum()) for p in model.parameters() if p.grad is not None))
+    assert [math.isnan(each) for each in sums] == [False, True, False]
+
+
+def test_a_gradient_in_any_memory_format_can_be_corrupted() -> None:
+    model = nn.Conv2d(3, 4, 3).to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+    model(torch.ones(1, 3, 3, 3).to(memory_format=torch.channels_last)).sum().backward()
+    before = model.weight.grad.clone()
+    with inject_faults(World(), Fault(action="corrupt", phase="update"), model=model), phase("update"):
+        pass
+    assert (model.weight.grad != before).sum() == 1
+
+
+def test_a_gradient_that_does_not_exist_yet_cannot_be_corrupted() -> None:
+    with (
+        inject_faults(World(), Fault(action="corrupt", phase="forward"), model=nn.Linear(2, 1)),
+        pytest.raises(ConfigError, match="requires a gradient, but there is none at the start of this phase"),
+        phase("forward"),
+    ):
+        pass
 
 
 def test_the_effects_of_a_fault_end_with_its_block() -> None:

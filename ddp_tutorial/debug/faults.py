@@ -75,13 +75,7 @@ class _FaultInjector:
     """Phase observer that executes a fault's action when the fault is due."""
 
     def __init__(self, fault: Fault, model: nn.Module | None, stack: ExitStack) -> None:
-        """Store the arguments.
-
-        Args:
-            fault: A fault of this rank.
-            model: The model, or None.
-            stack: Exit stack that undoes the action's effects at the end of the block.
-        """
+        """Store the arguments. `stack` undoes the action's effects at the end of the block."""
         self._fault, self._model, self._stack = fault, model, stack
         self._data = self._own = 0  # number of times that the phase "data" and the fault's phase have started
         self._has_occurred = self._has_warned = False
@@ -131,12 +125,15 @@ class _FaultInjector:
             case "delay":
                 time.sleep(self._fault.seconds)
             case "corrupt":
-                gradient = next(p.grad for p in self._parameters() if p.grad is not None)
-                gradient.view(-1)[0] += 1
+                self._corrupt()
             case "nan":
-                parameter = next(self._parameters())
-                spoilt = parameter.register_hook(lambda gradient: gradient * math.nan)
-                self._stack.callback(spoilt.remove)
+
+                def spoil(gradient: torch.Tensor) -> torch.Tensor:
+                    hook.remove()
+                    return gradient * math.nan
+
+                hook = next(self._parameters()).register_hook(spoil)
+                self._stack.callback(hook.remove)
             case "skip":
                 self._stack.enter_context(_skip_next_all_reduce())
             case "oom" if self._fault.phase == "forward":  # after DDP's work at the start of the forward pass
@@ -147,6 +144,15 @@ class _FaultInjector:
                 self._kill_worker()
             case "fill_disk":
                 self._stack.enter_context(observe_disk(_no_space))
+
+    def _corrupt(self) -> None:
+        gradient = next((p.grad for p in self._parameters() if p.grad is not None), None)
+        if gradient is None:
+            raise ConfigError(
+                f"fault '{self._fault}' requires a gradient, but there is none at the start of this phase. Use a phase "
+                "after the backward pass, such as phase=update"
+            )
+        gradient[(0,) * gradient.dim()] += 1
 
     def _kill_worker(self) -> None:
         workers = multiprocessing.active_children()
