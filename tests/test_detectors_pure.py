@@ -123,6 +123,33 @@ def test_a_row_hash_depends_only_on_the_row() -> None:
     assert rows_hashed(()).tolist() == []
 
 
+@pytest.mark.parametrize(
+    "unusual",
+    [torch.ones(4, 0), torch.ones(4, 2, dtype=torch.int64).to_sparse(), torch.ones(0)],
+    ids=["no columns", "sparse", "no rows"],
+)
+def test_an_input_without_dense_rows_does_not_affect_the_hashes(unusual: torch.Tensor) -> None:
+    rows = torch.randn(4, 3)
+    assert rows_hashed((rows, unusual)).tolist() == rows_hashed((rows,)).tolist()
+    assert rows_hashed((unusual,)).tolist() == []
+
+
+def test_a_lazily_conjugated_input_is_hashed() -> None:
+    numbers = torch.randn(4, 3, dtype=torch.complex64).conj()
+    assert rows_hashed((numbers,)).tolist() == rows_hashed((numbers.resolve_conj(),)).tolist()
+
+
+def test_a_complex_model_is_checked() -> None:
+    model = nn.Linear(2, 1, dtype=torch.complex64)
+    optimizer = torch.optim.SGD(model.parameters(), 1e-4)
+    with checking(World(), model, optimizer) as checks:
+        for _ in range(4):
+            model(torch.randn(3, 2, dtype=torch.complex64)).abs().sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    assert checks.findings == []
+
+
 def test_a_checksum_depends_on_every_bit_and_its_position() -> None:
     for length in (3, 5000):
         tensor = torch.arange(float(length))

@@ -112,9 +112,13 @@ class Program:
         return self._sizes
 
     def gradients(self) -> list[torch.Tensor]:
-        """Return the gradients that the optimizer will use. A sparse gradient is represented by its values."""
+        """Return the gradients that the optimizer will use, as dense tensors of real numbers.
+
+        A sparse gradient is represented by its values, and a complex gradient by its real and imaginary parts.
+        """
         found = [p.grad for group in self.optimizer.param_groups for p in group["params"] if p.grad is not None]
-        return [sparse_values(each) if each.is_sparse else each for each in found]
+        values = [sparse_values(each) if each.is_sparse else each for each in found]
+        return [torch.view_as_real(each) if each.is_complex() else each for each in values]
 
     def named_gradients(self) -> list[str]:
         """Return the names of the parameters that have a gradient."""

@@ -5,9 +5,7 @@ The tensor's bits are read as 64-bit integers. The hash is the dot product of th
 
 from functools import cache
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 
 
 @cache
@@ -18,9 +16,3 @@ def hash_weights(length: int, device: torch.device = torch.device("cpu")) -> tor
     """
     generator = torch.Generator().manual_seed(length)
     return (torch.randint(1 << 62, (length,), generator=generator) * 2 + 1).to(device)
-
-
-@cache
-def numpy_hash_weights(length: int) -> NDArray[np.int64]:
-    """Return `hash_weights(length)` as a NumPy array."""
-    return hash_weights(length).numpy()

@@ -11,7 +11,7 @@ import torch
 from ddp_tutorial.compat import tree_leaves
 from ddp_tutorial.config import named_ranks
 from ddp_tutorial.debug.detector import Detector, Finding, LocalReport, Program
-from ddp_tutorial.debug.hash_weights import hash_weights, numpy_hash_weights
+from ddp_tutorial.debug.hash_weights import hash_weights
 from ddp_tutorial.debug.instrumentation import StepObservation
 
 # Maximum number of samples to remember before the comparison starts over.
@@ -114,11 +114,7 @@ class Epoch:
     """
 
     def __init__(self, size: int) -> None:
-        """Create an epoch without samples.
-
-        Args:
-            size: The number of ranks.
-        """
+        """Create an epoch without samples for `size` ranks."""
         self.size = size
         # After the end of an epoch, samples are assigned to ranks at random. The probability that none of this many
         # samples returns to its previous rank is (1 - 1 / size) ** (20 size), which is about e ** -20.
@@ -240,29 +236,22 @@ class SameRandomNumbers(Detector):
 
 
 def rows_hashed(inputs: Any) -> torch.Tensor:
-    """Return a 64-bit hash of each row of a batch. The hash covers all tensors of the batch.
+    """Return a 64-bit hash of each row of a batch as a tensor [rows], which is empty if the batch contains no tensors.
 
-    Returns:
-        A tensor [rows], which is empty if the batch contains no tensors.
+    The hash covers all dense tensors of the batch that have the same number of rows as the first.
     """
-    if len(inputs) == 1 and isinstance(inputs[0], torch.Tensor):
-        [leaf] = inputs
-        if leaf.dtype is torch.int64 and leaf.dim() == 2 and leaf.is_cpu and 0 < leaf.shape[1] <= _NUMBERS:
-            # Batches are usually token ids. NumPy computes the same sum in a third of the time.
-            return torch.from_numpy(leaf.numpy() @ numpy_hash_weights(leaf.shape[1]))
-    return _rows_hashed(inputs)
-
-
-@torch.no_grad()
-def _rows_hashed(inputs: Any) -> torch.Tensor:
     if len(inputs) == 1 and isinstance(inputs[0], torch.Tensor):  # a fast path for the most common case
-        leaves = [inputs[0].detach()] if inputs[0].dim() else []
+        leaves = [inputs[0]]
     else:
-        leaves = [leaf.detach() for leaf in tree_leaves(inputs) if isinstance(leaf, torch.Tensor) and leaf.dim()]
-    alike = [leaf for leaf in leaves if len(leaf) == len(leaves[0]) and leaf.layout == torch.strided]
-    if not alike or not alike[0].numel():
+        leaves = [leaf for leaf in tree_leaves(inputs) if isinstance(leaf, torch.Tensor)]
+    dense = [leaf.detach() for leaf in leaves if leaf.layout == torch.strided and leaf.dim() and leaf.numel()]
+    if not dense:
         return torch.empty(0, dtype=torch.int64)
-    words = _words(alike[0]) if len(alike) == 1 else torch.cat([_words(leaf) for leaf in alike], 1)
+    first, *others = alike = [leaf for leaf in dense if len(leaf) == len(dense[0])]
+    if not others and first.dtype is torch.int64 and first.dim() == 2 and first.is_cpu and first.shape[1] <= _NUMBERS:
+        # Batches are usually token ids. NumPy computes the same sum in a third of the time.
+        return torch.from_numpy(first.numpy() @ hash_weights(first.shape[1]).numpy())
+    words = torch.cat([_words(leaf) for leaf in alike], 1) if others else _words(first)
     if words.shape[1] > _NUMBERS:
         words = words[:, :: -(-words.shape[1] // _NUMBERS)]
     weights = hash_weights(words.shape[1], words.device)
@@ -273,7 +262,7 @@ def _rows_hashed(inputs: Any) -> torch.Tensor:
 
 def _words(leaf: torch.Tensor) -> torch.Tensor:
     """Reinterpret the bits of a tensor [rows, ...] of any type as 64-bit integers [rows, words]."""
-    rows = leaf.reshape(len(leaf), -1).contiguous()
+    rows = leaf.reshape(len(leaf), -1).resolve_conj().contiguous()
     if rows.element_size() == 8 and not rows.is_complex():
         return rows.view(torch.int64)
     data = rows.view(torch.uint8)

@@ -18,7 +18,7 @@ from torch import nn
 
 from ddp_tutorial.config import named_ranks
 from ddp_tutorial.debug.detector import Detector, Finding, LocalReport, Program
-from ddp_tutorial.debug.hash_weights import hash_weights, numpy_hash_weights
+from ddp_tutorial.debug.hash_weights import hash_weights
 from ddp_tutorial.debug.instrumentation import StepObservation
 from ddp_tutorial.zero.pieces import is_piece
 
@@ -133,24 +133,15 @@ class ReplicaDrift(Detector):
         return self._compare(step, step) if is_due or self._difference else []
 
     def _compare(self, step: int, after: int) -> list[Finding]:
-        """Compare all bits of the parameters and the optimizer state. Collective.
-
-        Args:
-            step: The current step.
-            after: The last step whose update has been applied.
-        """
+        """Compare all bits of the parameters and the optimizer state after the update in step `after`. Collective."""
         sums = checksums(self._kept(dict(self._state())))
         of_ranks = self.program.gather_numbers(torch.tensor([combine_checksums(sums)])).tolist()
         return self._verdict(step, after, sums, of_ranks)
 
     def _verdict(self, step: int, after: int, sums: dict[str, int], of_ranks: Sequence[object]) -> list[Finding]:
-        """Return a finding if the ranks' combined checksums differ. Collective.
+        """Return a finding if the ranks' combined checksums (`of_ranks`) differ. Collective.
 
-        Args:
-            step: The step of the comparison.
-            after: The last step whose update has been applied.
-            sums: The checksums on this rank.
-            of_ranks: The combined checksum of each rank.
+        `sums` contains this rank's checksums after the update in step `after`.
         """
         if all(each == of_ranks[0] for each in of_ranks):
             # Gradients may differ without a problem if the ranks average their weights instead.
@@ -248,7 +239,7 @@ def _checksum(tensor: torch.Tensor) -> int | torch.Tensor:
             return zlib.crc32(values.data)
         if values.nbytes % (8 * _ROW) == 0:  # the same hash, with less overhead
             sums = np.add.reduce(values.reshape(-1).view(np.int64).reshape(-1, _ROW))
-            return int(np.dot(sums, numpy_hash_weights(_ROW)))
+            return int(np.dot(sums, hash_weights(_ROW).numpy()))
     flat = tensor.detach().contiguous().reshape(-1)
     if flat.storage_offset() * flat.element_size() % 8:
         flat = flat.clone()
