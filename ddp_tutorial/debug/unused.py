@@ -30,7 +30,7 @@ class UnusedParameters(Detector):
         self._is_allowed = bool(getattr(program.model, "find_unused_parameters", False))
         self._known: set[tuple[float, ...]] = set()
         self._named: set[str] = set()
-        self._mine: dict[float, list[str]] = {}  # checksum -> the names
+        self._mine: dict[int, list[str]] = {}  # step -> the names, until exchanged
 
     def local_report(self, observation: StepObservation) -> Sequence[float]:
         """Return a checksum of the names of the unused parameters, or 0 if there are none."""
@@ -38,17 +38,19 @@ class UnusedParameters(Detector):
         if self._is_allowed or not arrived or self._trained.keys() <= arrived:
             return [0.0]
         names = [name for name, p in self._trained.items() if p.requires_grad and name not in arrived]
-        fingerprint = float(crc32(repr(names).encode())) if names else 0.0
-        self._mine[fingerprint] = names
-        return [fingerprint]
+        if not names:
+            return [0.0]
+        self._mine[self.program.step] = names
+        return [float(crc32(repr(names).encode()))]
 
     def check(self, step: int, reports: LocalReport) -> list[Finding]:
         """Return a finding for new unused parameters. Collective if the checksums are new."""
+        mine = self._mine.pop(step, [])
         key = tuple(number for [number] in reports)
         if not any(key) or key in self._known or len(self._known) == _MOST:
             return []
         self._known.add(key)
-        of_ranks = self.program.gather(self._mine.get(key[self.program.world.rank], []))
+        of_ranks = self.program.gather(mine)
         names = [name for name in dict.fromkeys(name for each in of_ranks for name in each) if name not in self._named]
         if not names:
             return []
