@@ -38,13 +38,10 @@ class MemoryGrowth(Detector):
     checked. A finding is reported at least ten steps after the growth is detected. The finding lists, by shape and
     type, the tensors that have become more numerous during these steps. `live_tensors` counts these tensors with
     Python's garbage collector. Shared memory, such as a memory-mapped file, is not counted.
-
-    Attributes:
-        peak_mb: The peak memory of each rank so far.
     """
 
     name: ClassVar[str] = "memory"
-    size: ClassVar[int] = 2
+    size: ClassVar[int] = 1
 
     def __init__(self, mb_per_step: float = 0.5, window: int = 40) -> None:
         """Store the arguments.
@@ -62,7 +59,6 @@ class MemoryGrowth(Detector):
                 f"mb_per_step={mb_per_step} and window={window}"
             )
         self.mb_per_step, self.window = mb_per_step, window
-        self.peak_mb: list[float] = []
 
     def attach(self, program: Program) -> None:
         """Reset the detector for a new block."""
@@ -70,14 +66,13 @@ class MemoryGrowth(Detector):
         self._own = ProcessMemory()
         self._from = program.step + _WARM_UP
         self._used = [deque[float](maxlen=self.window), deque[float](maxlen=self.window)]
-        self.peak_mb = [0.0] * program.world.size
         self._reported: set[int] = set()
         self._before: dict[Kind, LiveTensors] = {}  # the live tensors when the growth was detected
         self._slopes: dict[int, float] = {}  # suspected rank -> growth in MB per step
         self._listed_at = 0
 
     def local_report(self, observation: StepObservation) -> Sequence[float]:
-        """Return this rank's memory use in MB, and the growth of the memory use in MB per step."""
+        """Return the growth of this rank's memory use in MB per step."""
         device = self.program.world.device
         on_gpu = torch.cuda.memory_allocated(device) if device.type == "cuda" else 0
         values = [self._own() / MB, on_gpu / MB]
@@ -87,14 +82,13 @@ class MemoryGrowth(Detector):
                 kept.append(value)
             if step % _EVERY == 0 and len(self._used[0]) == self.window:
                 growth = max(growth_per_step(list(kept)) for kept in self._used)
-        return [max(values), growth]
+        return [growth]
 
     def check(self, step: int, reports: LocalReport) -> list[Finding]:
         """Return a finding at least ten steps after memory growth is detected on a rank. Collective."""
-        self.peak_mb = [max(most, used) for most, (used, _) in zip(self.peak_mb, reports, strict=True)]
         if self._slopes:
             return self._compare_lists(step)
-        slopes = {rank: growth for rank, (_, growth) in enumerate(reports) if growth > self.mb_per_step}
+        slopes = {rank: growth for rank, [growth] in enumerate(reports) if growth > self.mb_per_step}
         self._slopes = {rank: growth for rank, growth in slopes.items() if rank not in self._reported}
         if self.program.world.rank in self._slopes:
             self._before = live_tensors()
