@@ -256,11 +256,7 @@ class Checks:
             self._report(each.on_exchanged(last, numbers))
 
     def _raise_out_of_step(self, steps: Sequence[float]) -> None:
-        """Raise `CheckError` because the ranks are not in the same step.
-
-        Args:
-            steps: The step number of each rank's next update, or 0 for a rank without a row.
-        """
+        """Raise `CheckError`. `steps` contains the step of each rank's next update, or 0 for a rank without a row."""
         description = ", ".join(f"rank {rank} in step {step:.0f}" for rank, step in enumerate(steps) if step)
         message = f"the ranks do not update their weights in the same steps: {description}"
         finding = Finding("steps", int(min(filter(None, steps))), tuple(range(len(steps))), message, "error")

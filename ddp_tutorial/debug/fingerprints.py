@@ -49,7 +49,7 @@ def fingerprinted(world: World) -> Iterator[None]:
     The check includes the collectives that `DistributedDataParallel` starts in the backward pass. All ranks must enter
     the context at the same point in the program. Use the context for debugging only, because every PyTorch operation
     passes through Python, and each collective accesses the store. A compiled model runs without `torch.compile` inside
-    the context.
+    the context. Functional collectives, such as those of a DTensor, are not checked.
 
     Raises:
         CollectiveError: On the last rank that enters a mismatched collective. The other ranks wait, and `launch`
@@ -68,12 +68,7 @@ class _Fingerprints(TorchDispatchMode):
     """Dispatch mode that intercepts this thread's PyTorch operations. Collectives belong to the c10d namespace."""
 
     def __init__(self, world: World, block: int) -> None:
-        """Connect to the store.
-
-        Args:
-            world: The participating ranks.
-            block: The sequence number of the block, which must be the same on all ranks.
-        """
+        """Connect to the store. `block` is the sequence number of the block, and must be the same on all ranks."""
         super().__init__()
         self._world = world
         store: Any = default_store()  # PyTorch's stubs lack `clone`

@@ -98,7 +98,7 @@ class Forward:
         ):
             for name, part in [*named, (OUTPUT, module)]:
                 stack.callback(part.register_forward_hook(partial(record, name)).remove)
-            _set_random_state(device, self.random)
+            torch.cuda.set_rng_state(self.random, device) if device.type == "cuda" else torch.set_rng_state(self.random)
             with suppress(Exception):  # for example, the model depends on its last batch
                 module(*self.inputs, **self.named)
             for buffer, before in buffers:
@@ -225,7 +225,14 @@ class Instrumentation:
         if self._ends or self.observes & {"forwards", "seconds"}:
             hooks.append(self.module.register_forward_hook(self._forward_ends))
         if self.observes & {"gradients", "seconds"}:
-            hooks += [self._gradient_hook(name, p) for name, p in self.module.named_parameters() if p.requires_grad]
+            # A hook on the node that accumulates into `.grad` receives the local gradient. The hook runs after the
+            # parameter's own hooks, and before any code reads `.grad`.
+            nodes = list[Any]()  # PyTorch drops the hook if the node is deleted
+            for name, parameter in self.module.named_parameters():
+                if parameter.requires_grad:
+                    nodes.append(get_gradient_edge(parameter).node)
+                    hooks.append(nodes[-1].register_prehook(self._gradient(name)))
+            stack.callback(nodes.clear)
         for hook in hooks:
             stack.callback(hook.remove)
         if "losses" in self.observes:
@@ -233,17 +240,6 @@ class Instrumentation:
         if "seconds" in self.observes:
             stack.enter_context(_observe_loaders(self._waits_for_data))
             stack.enter_context(observe(self._phase))
-
-    def _gradient_hook(self, name: str, parameter: nn.Parameter) -> Any:
-        """Register a hook on the autograd node that accumulates into `.grad`.
-
-        This hook receives the local gradient. It runs after the hooks of the parameter itself, and before any code
-        reads `.grad`.
-        """
-        node: Any = get_gradient_edge(parameter).node
-        hook = node.register_prehook(self._gradient(name))
-        self._stack.callback(lambda: node)  # PyTorch drops the hook if the node is deleted
-        return _GradientHook(hook, node)
 
     # ------------------------------------------------------------------------------------------------------- events
 
@@ -332,17 +328,6 @@ class Instrumentation:
                 self._seen.seconds["data"] = self._data_before + now - self._phase_since
 
 
-class _GradientHook(NamedTuple):
-    """A hook and its autograd node, which must exist for as long as the hook does."""
-
-    hook: Any
-    node: Any
-
-    def remove(self) -> None:
-        """Remove the hook."""
-        self.hook.remove()
-
-
 def _read_if_on_cpu(value: torch.Tensor) -> torch.Tensor | float:
     """Return `value` as a number if it is on the CPU. Reading a GPU tensor would synchronize the CPU with the GPU."""
     return float(value.item()) if value.is_cpu else value
@@ -364,10 +349,6 @@ def norm_of(tensor: torch.Tensor) -> torch.Tensor:
 def _norms_of(output: Any) -> list[torch.Tensor]:
     leaves = [output] if isinstance(output, torch.Tensor) else tree_leaves(output)
     return [norm_of(leaf) for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.is_floating_point()]
-
-
-def _set_random_state(device: torch.device, state: torch.Tensor) -> None:
-    torch.cuda.set_rng_state(state, device) if device.type == "cuda" else torch.set_rng_state(state)
 
 
 @contextmanager

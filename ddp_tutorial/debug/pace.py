@@ -20,7 +20,7 @@ class _WindowDetector(Detector):
     observes: ClassVar[frozenset[Observable]] = frozenset({"seconds"})
     phases: ClassVar[tuple[str, ...]]
 
-    def __init__(self, window: int) -> None:
+    def __init__(self, window: int = 10) -> None:
         """Store the arguments.
 
         Args:
@@ -79,14 +79,6 @@ class Straggler(_WindowDetector):
     name: ClassVar[str] = "straggler"
     size: ClassVar[int] = 4
     phases: ClassVar[tuple[str, ...]] = ("data", "forward", "backward", "step")
-
-    def __init__(self, window: int = 10) -> None:
-        """Store the arguments.
-
-        Args:
-            window: The number of steps in a window.
-        """
-        super().__init__(window)
 
     def attach(self, program: Program) -> None:
         """Reset the detector for a new block."""
