@@ -207,7 +207,8 @@ def group_ranks() -> dict[str, list[int]]:
     `get_process_group_ranks` is public, but the list of groups is not. Fallback: the default process group only.
     """
     world = dist.distributed_c10d._world
-    return {name: sorted(world.pg_group_ranks[group]) for group, name in world.pg_names.items()}
+    names = dict(world.pg_names)  # a copy, because a different thread may be creating a group
+    return {name: sorted(world.pg_group_ranks[group]) for group, name in names.items() if group in world.pg_group_ranks}
 
 
 def abort_process_group() -> None:
@@ -228,7 +229,7 @@ def forward_sync_buffers(*, enabled: bool) -> dict[str, Any]:
     return {"forward_sync_buffers" if "forward_sync_buffers" in parameters else "broadcast_buffers": enabled}
 
 
-def flight_record(*, entries: bool = True, stacks: bool = True) -> dict[str, Any]:
+def flight_record(*, entries: bool = True, stacks: bool = True, only_active: bool = False) -> dict[str, Any]:
     """Return this process's record from PyTorch's flight recorder. Requires a process group.
 
     The public API provides the record only as a file, which PyTorch writes when an NCCL collective times out. Fallback:
@@ -237,13 +238,14 @@ def flight_record(*, entries: bool = True, stacks: bool = True) -> dict[str, Any
     Args:
         entries: Whether to include the most recent collectives, under the key "entries".
         stacks: Whether to include the Python stack of each collective.
+        only_active: Whether to omit completed collectives. With gloo, the option has no effect.
 
     Returns:
         The record as a dict. "pg_status" contains the last collective of each process group.
     """
     name = "_dump_nccl_trace" if dist.get_backend() == "nccl" else "_dump_fr_trace"
     dump = getattr(torch._C._distributed_c10d, name)
-    record: dict[str, Any] = pickle.loads(dump(entries, entries and stacks, False))  # onlyActive=False
+    record: dict[str, Any] = pickle.loads(dump(entries, entries and stacks, only_active))
     return record
 
 

@@ -7,6 +7,7 @@ import sys
 from collections.abc import Iterator
 from inspect import Parameter, Signature
 from multiprocessing import forkserver
+from unittest import mock
 
 import pytest
 import torch
@@ -128,6 +129,12 @@ def test_the_default_store_belongs_to_the_process_group(group: dist.Store) -> No
 def test_group_ranks_lists_every_group_of_this_rank(group: dist.Store) -> None:
     other = dist.new_group([0])
     assert compat.group_ranks() == {each.group_name: [0] for each in (dist.group.WORLD, other) if each is not None}
+
+
+def test_group_ranks_omits_a_group_that_a_different_thread_is_creating(group: dist.Store) -> None:
+    names = dist.distributed_c10d._world.pg_names
+    with mock.patch.dict(names, {dist.ProcessGroup(0, 1): "new"}):  # torch registers the ranks after the name
+        assert list(compat.group_ranks()) == [dist.group.WORLD.group_name]
 
 
 def test_an_aborted_process_group_is_destroyed(group: dist.Store) -> None:

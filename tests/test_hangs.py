@@ -365,6 +365,35 @@ def test_matching_ranks_are_undisturbed_and_can_be_inspected() -> None:
     assert {kind for each in kinds for kind in each} == {"none"}
 
 
+def inspects_and_never_arrives(world: World) -> None:
+    with watching(world, 1.0) as watch:
+        calls()
+        dist.barrier()
+        if world.is_main:
+            dist.all_reduce(torch.ones(3))
+        while watch.inspect().kind != "absent":
+            pass
+        time.sleep(60)
+
+
+def test_an_inspection_by_the_program_does_not_hide_a_hang() -> None:
+    with pytest.raises(RankError) as caught:
+        launch(inspects_and_never_arrives, 2, device="cpu", echo=False, timeout=120)
+    assert caught.value.is_a(CollectiveError), caught.value
+
+
+def leaves_its_group(world: World) -> None:
+    with watching(world, 0.4):
+        calls()
+        dist.destroy_process_group()
+        time.sleep(1)
+
+
+def test_a_program_may_leave_its_group_while_it_is_watched(capfd: pytest.CaptureFixture[str]) -> None:
+    launch(leaves_its_group, 2, device="cpu", timeout=300)
+    assert "Traceback" not in "".join(capfd.readouterr())
+
+
 def in_a_pair(world: World) -> None:
     pair = dist.new_group([0, 1])
     with watching(world, SECONDS):
@@ -398,7 +427,7 @@ def test_one_rank_reports_a_hang_and_the_others_wait_for_it(
     monkeypatch.setattr(hangs, "progress", dict)
     monkeypatch.setattr(hangs, "_own_status", lambda: of_ranks[rank])
     done: list[object] = []
-    monkeypatch.setattr(hangs.time, "sleep", done.append)
+    monkeypatch.setattr(watch._left, "wait", done.append)
     monkeypatch.setattr(hangs, "exit_with", lambda error: done.append(type(error)))
     watch._answer()
     assert done == [hangs.REPORT_SECONDS] * waits + [CollectiveError]
@@ -410,9 +439,16 @@ def test_a_rank_that_nccl_still_connects_to_the_others_waits_in_its_first_collec
     """PyTorch enqueues the collective afterward, but has already recorded it. Seen on a GPU with NCCL 2.30."""
     status = {"0": {"last_enqueued_collective": -1, "last_completed_collective": -1}}
     first = {"pg_id": 0, "collective_seq_id": 1, "is_p2p": False, "retired": False}
-    monkeypatch.setattr(recorder, "flight_record", lambda **_: {"pg_status": status, "entries": [first]})
+    asked: list[dict[str, bool]] = []
+
+    def record(**options: bool) -> dict[str, Any]:
+        asked.append(options)
+        return {"pg_status": status, "entries": [first]}
+
+    monkeypatch.setattr(recorder, "flight_record", record)
     monkeypatch.setattr(dist, "get_backend", lambda: "nccl")
     assert recorder.progress() == {"0": (1, -1)}
+    assert asked[1:] == [{"stacks": False, "only_active": True}], "reading all 2,000 entries takes 36 ms"
 
 
 def recorded(world: World) -> list[Call]:

@@ -179,13 +179,7 @@ class Watch(threading.Thread):
     """
 
     def __init__(self, world: World, seconds: float, number: int) -> None:
-        """Store the arguments.
-
-        Args:
-            world: The participating ranks.
-            seconds: The maximum time in seconds that a rank may wait in one collective.
-            number: The sequence number of the block, which must be the same on all ranks.
-        """
+        """Store the arguments. `number` is the sequence number of the block, and must be the same on all ranks."""
         super().__init__(name="watching", daemon=True)
         self.world, self.seconds = world, seconds
         self._number = number
@@ -194,11 +188,11 @@ class Watch(threading.Thread):
         self._seen: dict[str, tuple[int, int]] = {}
         self._since = time.monotonic()
         self._found: dict[int, Diagnosis] = {}  # inspection -> its diagnosis
-        self._settled: dict[str, tuple[int, int]] | None = None  # progress at the last inspection without a problem
+        self._settled: dict[str, tuple[int, int]] | None = None  # progress at the last wait that was not a hang
 
     def run(self) -> None:
         """Poll for long waits and inspection requests until this rank leaves the block."""
-        with suppress(RuntimeError):  # the store and the other ranks no longer exist
+        with suppress(RuntimeError, ValueError):  # the store, the group or the other ranks no longer exist
             calls()  # the first call in a process imports torch's compiler, which may take longer than ANSWER_SECONDS
             while not self._left.wait(min(POLL_SECONDS, self.seconds / 4)):
                 if self._store.check([f"inspection {self._inspection}"]):
@@ -219,7 +213,9 @@ class Watch(threading.Thread):
         deadline = time.monotonic() + POLL_SECONDS + BUSY_SECONDS + 2 * ANSWER_SECONDS
         while number not in self._found and time.monotonic() < deadline:
             time.sleep(0.02)
-        return self._found.get(number, Diagnosis("none"))
+        return self._found.get(
+            number, Diagnosis("none", "no diagnosis: this rank's monitoring thread has not responded")
+        )
 
     def close(self, how: Literal["well", "failed"]) -> None:
         """Stop the thread and publish this rank's last state, which the other ranks may still need for a diagnosis."""
@@ -255,15 +251,16 @@ class Watch(threading.Thread):
         may_be_slow = was_slow and found.kind == "absent"  # it was computing until now, so wait for the next inspection
         if found.kind == "slow" or may_be_slow:
             self._since = time.monotonic()  # the rank may still hang later
-        else:
+        elif reason != "question":
             self._settled = settled
         self._inspection = number + 1
         reporter = min((rank for rank, each in statuses.items() if each and not each.left), default=0)
         if self._left.is_set() or reason == "question":
             return
         if found.explains(reason) and not may_be_slow:
-            if reason == "error" or self.world.rank != reporter:
-                time.sleep(REPORT_SECONDS)  # the main thread of the rank with the error reports more details
+            # The main thread of a rank with an error reports more details.
+            if (reason == "error" or self.world.rank != reporter) and self._left.wait(REPORT_SECONDS):
+                return
             exit_with(CollectiveError(str(found)))
         if found.kind == "slow" and not was_slow and self.world.rank == reporter:
             LOG.warning("%s", found.verdict)
@@ -343,9 +340,7 @@ def _differ(row: Mapping[int, Call | None], statuses: Mapping[int, RankStatus | 
 def _waits(calls: Mapping[int, Call], lost: bool = False) -> list[str]:
     """Describe where the ranks wait, grouped by location.
 
-    Args:
-        calls: The collective that each rank has entered.
-        lost: Whether a connection was lost. If so, a collective marked as completed may have failed.
+    If a connection was lost (`lost`), a collective marked as completed may have failed.
     """
     places: dict[tuple[str, tuple[Line, ...], bool], list[int]] = {}
     for rank, call in calls.items():

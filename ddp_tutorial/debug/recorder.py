@@ -25,6 +25,7 @@ _TORCH = str(Path(torch.__file__).parent)
 _STDLIB = sysconfig.get_path("stdlib")
 _OURS = str(Path(__file__).parent.parent)  # this package
 _RANK = rank_module.__file__  # frames of this file and outside of them only start the rank
+_oldest = 0  # the flight recorder's ID of the first process group to include
 
 
 @dataclass(frozen=True)
@@ -68,43 +69,39 @@ class Call:
         return " ".join([self.op, *(str(list(size)) for size in self.sizes)])
 
 
-def calls(last: int = 200, since: int = 0) -> list[Call]:
-    """Return the last collectives that this rank has entered, oldest first.
-
-    Args:
-        last: The number of records to read.
-        since: The flight recorder's ID of the first process group to include. Group names are not unique, because a
-            group that is created again has the same name.
-    """
+def calls(last: int = 200) -> list[Call]:
+    """Return the collectives that this rank has entered, oldest first, from the `last` records."""
     entries = flight_record().get("entries", [])
-    return [_call(entry) for entry in entries[-last:] if not entry["is_p2p"] and entry["pg_id"] >= since]
+    return [_call(entry) for entry in entries[-last:] if not entry["is_p2p"] and entry["pg_id"] >= _oldest]
 
 
 def progress() -> dict[str, tuple[int, int]]:
     """Return the sequence numbers of each group's last entered collective and last completed collective.
 
     A group's first NCCL collective connects the ranks, and PyTorch enqueues the collective only after all ranks have
-    entered it. For a group without an enqueued collective, this function therefore also reads the recorder's entries,
-    which takes up to 40 ms.
+    entered it. If a group has no enqueued collective, this function therefore also reads the active collectives.
     """
     seen = {
         str(group): (each["last_enqueued_collective"], each["last_completed_collective"])
         for group, each in flight_record(entries=False).get("pg_status", {}).items()
+        if int(group) >= _oldest
     }
     if dist.get_backend() == "nccl" and any(entered == -1 for entered, _ in seen.values()):
-        for entry in flight_record(stacks=False).get("entries", []):
+        for entry in flight_record(stacks=False, only_active=True).get("entries", []):
             group = str(entry["pg_id"])
             if group in seen and not entry["is_p2p"] and not entry["retired"]:
                 seen[group] = max(seen[group][0], entry["collective_seq_id"]), seen[group][1]
     return seen
 
 
-def current_lines(thread: int | None = None) -> tuple[Line, ...]:
-    """Return the line that a thread is executing, in the format of `Call.lines`.
+def ignore_current_groups() -> None:
+    """Exclude the current process groups from all later results, because new groups may have the same names."""
+    global _oldest
+    _oldest = max(map(int, progress()), default=_oldest - 1) + 1
 
-    Args:
-        thread: The identifier of the thread. None means the main thread.
-    """
+
+def current_lines(thread: int | None = None) -> tuple[Line, ...]:
+    """Return the line that a thread (by default, the main thread) is executing, in the format of `Call.lines`."""
     frame = sys._current_frames().get(thread or threading.main_thread().ident or 0)
     return lines_of(frame) if frame else ()
 

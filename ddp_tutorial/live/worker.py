@@ -30,7 +30,7 @@ import torch.distributed as dist
 
 from ddp_tutorial.compat import group_ranks, inspection_text
 from ddp_tutorial.debug.hangs import RankStatus, uses_cpu
-from ddp_tutorial.debug.recorder import calls, current_lines, progress
+from ddp_tutorial.debug.recorder import Call, calls, current_lines, ignore_current_groups, progress
 from ddp_tutorial.live import display
 from ddp_tutorial.live.messages import Failure, MimeBundle, Receiver, Snapshot, WorkerSpec
 from ddp_tutorial.processes.errors import Raised, lost_connection
@@ -59,12 +59,7 @@ class Worker:
     """One rank of a pool. It contains the rank's process group and its namespace (the `__main__` module)."""
 
     def __init__(self, spec: WorkerSpec, send: Sender) -> None:
-        """Create a worker that has not yet joined a process group.
-
-        Args:
-            spec: Pipes and settings of the rank.
-            send: Sender of messages to the pool.
-        """
+        """Create a worker that has not yet joined a process group."""
         self.send = send
         self.requests, self.control = Receiver(spec.requests.fd), Receiver(spec.control.fd)
         timeout = timedelta(seconds=spec.collective_timeout)
@@ -73,7 +68,6 @@ class Worker:
         self.names = vars(main)
         self.names.update(__builtins__=builtins, world=self.world, display=display.display)
         self.group: AbstractContextManager[World] | None = None
-        self.oldest = 0  # the recorder's number of the current process group
         self.pids: Sequence[int] = ()  # process IDs of all ranks, as this process sees them
         self.number = 0  # number of the current call
         self.main_thread = threading.get_ident()
@@ -125,9 +119,7 @@ class Worker:
     def do_form_group(self, port: int, pids: Sequence[int]) -> None:
         """Leave the current process group, and form a new group with the other ranks. Collective.
 
-        Args:
-            port: Port of the rendezvous store.
-            pids: Process IDs of all ranks.
+        The rendezvous store listens on `port`. `pids` contains the process IDs of all ranks.
         """
         self.do_leave()
         self.pids = pids
@@ -139,7 +131,7 @@ class Worker:
         """Leave the process group, even during a collective. Ranks that wait for this rank receive an error."""
         group, self.group = self.group, None
         if dist.is_initialized():
-            self.oldest = max(map(int, progress()), default=-1) + 1
+            ignore_current_groups()
         if group is not None:
             with suppress(RuntimeError):
                 group.__exit__(None, None, None)
@@ -224,16 +216,15 @@ class Worker:
         os._exit(0)
 
     def _progress(self) -> dict[str, tuple[int, int]]:
-        if not dist.is_initialized():
-            return {}
-        return {group: seen for group, seen in progress().items() if int(group) >= self.oldest}
+        with suppress(ValueError):  # the main thread may leave the group at any time
+            return progress()
+        return {}
 
     def _status(self) -> RankStatus:
-        state = self.state
-        is_busy = uses_cpu()
-        if not dist.is_initialized():
-            return RankStatus((), current_lines(self.main_thread), is_busy, {}, state)  # type: ignore[arg-type]
-        entered = tuple(calls(since=self.oldest))
+        state, is_busy = self.state, uses_cpu()
+        entered: tuple[Call, ...] = ()
+        with suppress(ValueError):  # this rank has no group
+            entered = tuple(calls())
         return RankStatus(entered, current_lines(self.main_thread), is_busy, group_ranks(), state)  # type: ignore[arg-type]
 
     def _wake(self) -> None:
