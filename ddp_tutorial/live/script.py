@@ -102,10 +102,10 @@ def _printing(source: str) -> str:
         return source
     lines = source.split("\n")
     assert last.end_lineno is not None
-    text = "\n".join(lines[last.lineno - 1 : last.end_lineno])
-    expression = ast.get_source_segment(source, last) or text
-    before = text[: text.index(expression)] if expression in text else ""
-    after = lines[last.end_lineno - 1][len(lines[last.end_lineno - 1].encode()[: last.end_col_offset].decode()) :]
+    # Column offsets count UTF-8 bytes.
+    before = lines[last.lineno - 1].encode()[: last.col_offset].decode()
+    after = lines[last.end_lineno - 1].encode()[last.end_col_offset :].decode()
+    expression = ast.get_source_segment(source, last)
     opening, closing = 'print(f"[rank {world.rank}]", ', ")"
     body = [*lines[: last.lineno - 1], f"{before}{opening}{expression}{closing}{after}", *lines[last.end_lineno :]]
     return "\n".join(body)
