@@ -112,8 +112,9 @@ class RankMagics(Magics):
         self.steps = []
         print(self.pool.description)
 
-    def status(self, _: Sequence[str]) -> None:
+    def status(self, arguments: Sequence[str]) -> None:
         """Print the state and the location of each rank."""
+        _Parser("status", add_help=False).parse_args(arguments)
         pool = self._alive()
         for each in pool.status():
             on = f" on {each['node']}" if each["node"] else ""
@@ -122,15 +123,19 @@ class RankMagics(Magics):
         if pool.cluster:
             print(f"{pool.nodes} node{'s' if pool.nodes > 1 else ''}, {pool.cluster.description}")
 
-    def stop(self, _: Sequence[str]) -> None:
+    def stop(self, arguments: Sequence[str]) -> None:
         """Stop the ranks."""
+        _Parser("stop", add_help=False).parse_args(arguments)
         self._alive()
         self.end()
 
     def restart(self, arguments: Sequence[str]) -> None:
         """Restart the dead ranks. With `--all`, or if no rank is dead, restart all ranks."""
+        parser = _Parser("restart", add_help=False)
+        parser.add_argument("--all", action="store_true")
+        everything = parser.parse_args(arguments).all
         pool = self._alive()
-        restarted = pool.restart(everything="--all" in arguments or None)
+        restarted = pool.restart(everything=everything or None)
         if len(restarted) == pool.n:
             self.steps = []
             print(f"restarted: {pool.description}")
@@ -150,10 +155,12 @@ class RankMagics(Magics):
 
     def put(self, arguments: Sequence[str]) -> None:
         """Copy variables of this notebook to all ranks."""
-        for name in self._names("put", arguments):
-            if name not in self.notebook.user_ns:
+        names, variables = self._names("put", arguments), self.notebook.user_ns
+        for name in names:
+            if name not in variables:
                 raise MagicError(f"%ranks put {name}: this notebook has no variable {name!r}")
-            value = self.notebook.user_ns[name]
+        for name in names:
+            value = variables[name]
             self._alive().put(**{name: value})
             self.steps.append(assignment_step(name, value))
 
@@ -174,11 +181,12 @@ class RankMagics(Magics):
 
         The script omits cells that failed, and non-numeric values from `put`.
         """
-        [name] = self._names("script", arguments, "one file name, for example: %ranks script out.py")
-        pool = self._alive()
-        Path(name).parent.mkdir(parents=True, exist_ok=True)
+        [given] = self._names("script", arguments, "one file name, for example: %ranks script out.py")
+        pool, path = self._alive(), Path(given).expanduser()
+        name = str(path)
+        path.parent.mkdir(parents=True, exist_ok=True)
         text = make_script(self.steps, name, pool.n, pool.threads, pool.device, pool.backend, pool.nodes)
-        write_atomically(Path(name), text.encode(), mode=0o600)
+        write_atomically(path, text.encode(), mode=0o600)
         print(f"{name}: {launch_command(name, pool.n, pool.nodes)}")
         if lacking := dict.fromkeys(step.lacks for step in self.steps if step.lacks):
             print(
@@ -191,11 +199,6 @@ class RankMagics(Magics):
         if self.pool is not None:
             self.pool.stop()
         self.pool = None
-
-    def complete(self, text: str) -> list[str]:
-        """Return the names in rank 0's namespace that complete `text`."""
-        found: list[str] = self._alive().ask("names", text)
-        return found
 
     def _cell(self, line: str, cell: str) -> RankResults | None:
         pool = self._alive()
@@ -232,19 +235,16 @@ class RankMagics(Magics):
 
 
 def _ranks_of(text: str, n: int) -> list[int] | None:
-    """Parse a list of ranks such as `"0"`, `"1-3"` or `"0,2"`.
-
-    Returns:
-        The ranks in ascending order, or None if `text` is empty, which selects all ranks.
-    """
+    """Parse ranks such as `"0"`, `"1-3"` or `"0,2"`. Return None if `text` is empty, which selects all ranks."""
     if not text.strip():
         return None
     found: list[int] = []
     for part in re.split(r"[,\s]+", text.strip()):
         match = re.fullmatch(r"(\d+)(?:-(\d+))?", part)
-        if match is None:
+        chosen = range(int(match[1]), int(match[2] or match[1]) + 1) if match else ()
+        if not chosen:
             raise MagicError(f"%%ranks {text}: ranks must be specified as in %%ranks 0, %%ranks 1-3 or %%ranks 0,2")
-        found += range(int(match[1]), int(match[2] or match[1]) + 1)
+        found += chosen
     if wrong := [rank for rank in found if rank >= n]:
         raise MagicError(f"%%ranks {text}: ranks must be between 0 and {n - 1}, got {wrong[0]}")
     return sorted(set(found))
@@ -258,9 +258,9 @@ def load(shell: Any) -> None:
     @context_matcher()  # type: ignore[untyped-decorator]
     def complete(context: CompletionContext) -> SimpleMatcherResult:
         found: list[str] = []
-        if magics.pool is not None and context.full_text.startswith("%%rank") and context.cursor_line:
+        if magics.pool is not None and context.full_text.startswith("%%rank") and context.cursor_line and context.token:
             with suppress(Exception):  # rank 0 is busy or dead, so no completions are available
-                found = magics.complete(context.token)
+                found = magics.pool.ask("names", context.token)
         return {"completions": [SimpleCompletion(text=each, type="on rank 0") for each in found]}
 
     shell.Completer.custom_matchers.append(complete)
