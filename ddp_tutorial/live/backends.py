@@ -13,7 +13,7 @@ import weakref
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, suppress
 from multiprocessing import connection
-from typing import Any, Protocol
+from typing import Any
 
 import torch.distributed as dist
 import torch.multiprocessing
@@ -27,51 +27,10 @@ from ddp_tutorial.processes.spawn import environment, loopback_store, main_modul
 from ddp_tutorial.processes.transport import Descriptor
 
 
-class Backend(Protocol):
-    """Interface of the backends."""
-
-    nodes: int
-
-    @property
-    def description(self) -> str:
-        """Suffix of the pool's description, after text such as "2 ranks on cpu, gloo"."""
-
-    @property
-    def outage(self) -> str:
-        """Reason why the ranks cannot communicate, or an empty string if no reason is known."""
-
-    def open(self) -> None:
-        """Prepare to start ranks."""
-
-    def check(self, ranks: Sequence[int]) -> None:
-        """Raise `ConfigError` if these ranks cannot be restarted."""
-
-    def start(self, workers: Sequence[WorkerHandle], settings: Mapping[str, Any], environ: Mapping[str, str]) -> None:
-        """Start one process for each worker.
-
-        Args:
-            workers: Handles of the new ranks.
-            settings: Fields of `WorkerSpec` that are the same for all ranks.
-            environ: Additional environment variables.
-        """
-
-    def new_port(self) -> int:
-        """Return the port for the next rendezvous."""
-
-    def pids(self, workers: Sequence[WorkerHandle]) -> list[int]:
-        """Return the ranks' process IDs, as the ranks see them."""
-
-    def node_of(self, rank: int) -> str | None:
-        """Return the name of a rank's node, or None without a cluster."""
-
-    def close(self) -> None:
-        """Release the backend's resources."""
-
-
 class LocalBackend:
     """Backend whose ranks are child processes. This process hosts their rendezvous store on the loopback interface."""
 
-    nodes, description, outage = 1, "", ""
+    nodes, description, outage = 1, "", ""  # `ClusterBackend` documents these attributes
 
     def __init__(self, n: int) -> None:
         """Create a backend for `n` ranks."""
@@ -86,7 +45,13 @@ class LocalBackend:
         """Do nothing, because local ranks can always be restarted."""
 
     def start(self, workers: Sequence[WorkerHandle], settings: Mapping[str, Any], environ: Mapping[str, str]) -> None:
-        """Spawn one process for each worker."""
+        """Spawn one process for each worker.
+
+        Args:
+            workers: Handles of the new ranks.
+            settings: Fields of `WorkerSpec` that are the same for all ranks.
+            environ: Additional environment variables.
+        """
         threads = settings["threads"]
         environ = {**rank_environment(self.n, threads, self.new_port()), **environ}
         with ExitStack() as theirs, main_module_hidden(), environment(environ):
@@ -215,6 +180,9 @@ class ClusterBackend:
     @property
     def _each(self) -> int:
         return self.n // self.nodes
+
+
+Backend = LocalBackend | ClusterBackend
 
 
 class NodeProcess:
