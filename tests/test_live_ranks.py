@@ -10,6 +10,7 @@ import os
 import random
 import re
 import runpy
+import select
 import shlex
 import signal
 import socket
@@ -29,13 +30,13 @@ import torch.distributed as dist
 from ddp_tutorial.benches import as_text
 from ddp_tutorial.benches.ranks import measure
 from ddp_tutorial.config import ConfigError
-from ddp_tutorial.debug.hangs import CollectiveError
+from ddp_tutorial.debug.hangs import REPORT_SECONDS, CollectiveError, watching
 from ddp_tutorial.live import controller
 from ddp_tutorial.live.display import RankResults
-from ddp_tutorial.live.magics import MagicError, _ranks_of
+from ddp_tutorial.live.magics import MagicError, RankMagics, _ranks_of
 from ddp_tutorial.live.pool import Ranks
 from ddp_tutorial.live.script import ScriptStep, assignment_step, indented, launch_command, make_script
-from ddp_tutorial.processes.errors import RankError
+from ddp_tutorial.processes.errors import RankError, RankTimeoutError
 from ddp_tutorial.processes.launcher import launch
 from kernel import Kernel
 from ranks import is_gone, wait_until
@@ -284,6 +285,81 @@ def test_unsupported_actions_are_rejected_with_an_explanation(ranks):
     assert are_together(ranks)
 
 
+def test_results_are_in_rank_order_and_each_rank_runs_a_call_once(ranks):
+    ranks.execute("count = 0")
+    assert ranks.run(lambda world: world.rank, on=[1, 0]) == [0, 1]
+    ranks.execute("count += 1", on=[1, 1])
+    assert ranks.get("count") == [0, 1]
+
+
+def test_a_rank_that_does_not_join_the_group_is_reported(ranks, monkeypatch):
+    monkeypatch.setattr(controller, "GROUP_SECONDS", 1.0)
+    os.kill(ranks.status()[1]["pid"], signal.SIGSTOP)
+    with pytest.raises(RankTimeoutError, match="rank 0 did not join the process group within 1 s"):
+        ranks._form_group()
+    ranks.restart()
+    ranks.execute("import os; del os.environ['MASTER_ADDR']", on=[1])
+    monkeypatch.setattr(controller, "GROUP_SECONDS", 30.0)
+    with pytest.raises(RankError, match="rank 1 raised KeyError: 'MASTER_ADDR'"):
+        ranks._form_group()
+    ranks.restart(everything=True)
+    assert are_together(ranks)
+
+
+def test_the_ranks_have_a_group_after_an_interrupted_restart(ranks):
+    with (
+        mock.patch.object(ranks, "_wait_until_started", side_effect=KeyboardInterrupt),
+        pytest.raises(KeyboardInterrupt),
+    ):
+        ranks.restart(everything=True)
+    assert are_together(ranks)
+
+
+def test_a_rank_may_exit_while_a_request_is_sent_to_it(ranks):
+    """The pool then closes the pipe of a request that it has not written yet."""
+    worker = ranks._workers[1]
+    worker.process.kill()
+    assert wait_until(lambda: select.select([worker._exit], [], [], 0)[0])
+    ranks._begin("nothing", on=ranks._workers)
+    while not worker.death:
+        assert ranks._receive(30.0)
+    assert ranks.restart() == [1]
+    assert are_together(ranks)
+
+
+def watched(world, is_slow):
+    with watching(world, 0.5) as watch:
+        if is_slow:
+            dist.all_reduce(torch.ones(2))
+            dist.all_reduce(torch.ones(2))
+            until = time.monotonic() + 3 * world.rank
+            while time.monotonic() < until:
+                pass
+            dist.all_reduce(torch.ones(2))
+            return watch.inspect().kind
+        if world.is_main:
+            return dist.broadcast(torch.ones(2), 0)
+        return dist.all_reduce(torch.ones(2))
+
+
+def test_watching_ignores_the_collectives_of_the_previous_group(ranks, monkeypatch):
+    mismatch = "dist.all_reduce(torch.ones(3)) if world.rank == 0 else dist.broadcast(torch.ones(2), 1)"
+    with pytest.raises(CollectiveError, match="the order of collectives differs"):
+        ranks.execute(mismatch)
+    monkeypatch.setattr(ranks, "wait_timeout", 60.0)
+    assert ranks.run(watched, True) == ["none", "none"]
+
+
+def test_the_diagnosis_of_watching_reaches_the_notebook(ranks, monkeypatch):
+    monkeypatch.setattr(ranks, "wait_timeout", 60.0)
+    with pytest.raises(RankError, match="rank 0 raised CollectiveError: the order of collectives differs") as caught:
+        ranks.run(watched, False)
+    assert caught.value.is_a(CollectiveError)
+    assert ranks.restart() == [0]
+    time.sleep(REPORT_SECONDS)
+    assert are_together(ranks), "rank 1 raised its own error, so its monitoring thread does not terminate it"
+
+
 # ------------------------------------------------------------------------------------------------ 100 random acts
 
 # What is done, on all ranks; and what has to be told, by one of these errors; None where all is well.
@@ -434,12 +510,16 @@ def test_cells_become_a_script_for_all_ranks(tmp_path):
         ScriptStep('text = """one\n  two"""\nx = rate * torch.ones(1)', (1,)),
         ScriptStep("x = torch.zeros(1)", (0,)),
         ScriptStep("dist.all_reduce(x)\nx.item()  # the sum"),
+        ScriptStep("é = 2; é"),
         ScriptStep("(len(text),\n text)", (1,)),
     ]
     script = tmp_path / "out.py"
     script.write_text(make_script(steps, "out.py", 2, 1, "cpu", "gloo"))
     said = launch(run_script, 2, script, device="cpu", threads=1, echo=False)
-    assert said == [["[rank 0] 0.5"], ["[rank 1] 0.5", "[rank 1] (9, 'one\\n  two')"]]
+    assert said == [
+        ["[rank 0] 0.5", "[rank 0] 2"],
+        ["[rank 1] 0.5", "[rank 1] 2", "[rank 1] (9, 'one\\n  two')"],
+    ]
 
 
 @pytest.mark.parametrize("value", ["a token", {"token": 1}, b"token", lambda: "token", math.inf])
@@ -468,10 +548,45 @@ def test_ranks_of_a_cell_are_parsed(text, found):
     assert _ranks_of(text, 4) == found
 
 
-@pytest.mark.parametrize(("text", "said"), [("4", "got 4"), ("x", "ranks must be specified as in"), ("1-9", "got 4")])
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [("4", "got 4"), ("x", "must be specified as in"), ("1-9", "got 4"), ("3-1", "must be specified as in")],
+)
 def test_nonexistent_ranks_are_rejected(text, said):
     with pytest.raises(MagicError, match=said):
         _ranks_of(text, 4)
+
+
+@pytest.fixture
+def magics():
+    """Return magics whose pool records each action."""
+    magics = RankMagics(None)
+    magics.notebook = mock.Mock(user_ns={"known": 1})
+    magics.pool = mock.Mock(n=2, threads=1, device="cpu", backend="gloo", nodes=1)
+    return magics
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        ("restart 1", "restart: unrecognized arguments: 1"),
+        ("stop 1", "stop: unrecognized arguments: 1"),
+        ("put known unknown", "this notebook has no variable 'unknown'"),
+    ],
+)
+def test_a_rejected_command_changes_nothing(magics, line, said):
+    pool = magics.pool
+    with pytest.raises(MagicError, match=said):
+        magics.ranks(line)
+    assert pool.mock_calls == []
+    assert magics.pool is pool
+    assert magics.steps == []
+
+
+def test_a_script_may_be_written_to_the_home_folder(magics, tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    magics.ranks("script ~/mine/out.py")
+    assert "torchrun" in (tmp_path / "mine/out.py").read_text()
 
 
 # --------------------------------------------------------------------------------------------------- in a notebook

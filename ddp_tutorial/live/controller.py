@@ -47,19 +47,7 @@ class Controller:
         collective_timeout: float,
         echo: bool,
     ) -> None:
-        """Store the settings. The subclass creates and starts the workers.
-
-        Args:
-            n: Number of ranks.
-            place: Backend that starts the ranks.
-            threads: Number of torch threads per rank.
-            device: Device type of the ranks, "cpu" or "cuda".
-            backend: Communication backend, "gloo" or "nccl".
-            wait_timeout: Maximum time in seconds that a rank may wait in a collective that a different rank does not
-                enter.
-            collective_timeout: Timeout of the process group in seconds.
-            echo: Whether to show the ranks' output.
-        """
+        """Store the settings; see `Ranks`. The subclass creates and starts the workers."""
         self.n, self.wait_timeout, self.echo = n, wait_timeout, echo
         self.threads, self.collective_timeout = threads, collective_timeout
         self.device, self.backend = device, backend
@@ -122,21 +110,17 @@ class Controller:
         while any(each.is_busy for each in everyone) and not any(each.death or each.failure for each in everyone):
             if not self._receive(deadline - time.monotonic()):
                 break
-        for each in everyone:
-            if each.is_busy or each.death or each.failure:
-                self._kill([other for other in everyone if other.is_busy])
-                raise self._error(each, "The ranks have no process group. `restart` restarts them.")
+        if failed := [each for each in everyone if each.is_busy or each.death or each.failure]:
+            first = min(failed, key=lambda each: each.cause_order)
+            error = self._error(first, "The ranks have no process group. `restart` restarts them.")
+            self._kill([each for each in everyone if each.is_busy])
+            raise error
         self._has_group = True
 
     # ------------------------------------------------------------------------------------------------------- a call
 
     def _call(self, kind: str, *content: Any, on: Iterable[int] | None = None) -> dict[int, Any]:
-        """Run one request on several ranks, and return each rank's result.
-
-        Args:
-            kind: Name of the request.
-            *content: Arguments of the request.
-            on: Ranks that run the request. The default is all ranks.
+        """Run the request `kind` on several ranks (by default, on all ranks), and return each rank's result.
 
         Raises:
             RuntimeError: If a different thread is using the ranks.
@@ -185,7 +169,7 @@ class Controller:
             if self._place.outage or any(each.death for each in self._workers):
                 raise RankError(ranks[0], "has no process group", others=self._place.outage or self._advice())
             self._form_group()
-        return [self._workers[rank] for rank in ranks]
+        return [self._workers[rank] for rank in sorted(set(ranks))]
 
     def _advice(self) -> str:
         living = [each.rank for each in self._workers if not each.death]
@@ -206,10 +190,7 @@ class Controller:
     def _wait(self, workers: Sequence[WorkerHandle], interrupts: list[int]) -> Diagnosis | None:
         """Wait until all workers have finished the call, or until an interrupt arrives.
 
-        If a rank waits in a collective that a different rank does not enter, this method aborts the call.
-
-        Returns:
-            The diagnosis of an aborted call, or None if the call was not aborted.
+        If a rank waits in a collective that a different rank does not enter, abort the call and return the diagnosis.
         """
         poll_at = time.monotonic() + POLL_SECONDS
         slow_until = 0.0
@@ -276,12 +257,7 @@ class Controller:
         return error
 
     def _failed(self, workers: Sequence[WorkerHandle], found: Diagnosis | None) -> Exception:
-        """Return the exception for a failed call. Its message names the first cause.
-
-        Args:
-            workers: Workers that ran the call.
-            found: Diagnosis of an aborted call, or None.
-        """
+        """Return the exception for a failed or aborted call. Its message names the first cause."""
         own = [each for each in workers if (each.failure or each.death) and not each.was_terminated]
         causes = [each for each in own if each.death or found is None or found.kind == "failed"]
         after = self._recover(workers)
@@ -317,24 +293,18 @@ class Controller:
         If a rank has exited, the other ranks leave the process group. Otherwise, if a collective has failed or the
         ranks have not finished the same collectives, they form a new process group as soon as they can communicate.
         """
-        if any(each.death for each in self._workers):
-            self._has_group = False
-            living = [each for each in self._workers if not each.death]
-            kept = {each.rank: each.outcome for each in workers}
-            self._quietly("leave", living)
-            for each in workers:
-                each.outcome = kept[each.rank]
-            return [self._advice()]
-        if self.n == 1 or self._are_in_step(workers):
+        has_died = any(each.death for each in self._workers)
+        if not has_died and (self.n == 1 or self._are_in_step(workers)):
             return []
         kept = {each.rank: each.outcome for each in workers}
-        if self._place.outage:
-            self._has_group = False
-            self._quietly("leave", self._workers)
+        if has_died or self._place.outage:
+            self._leave_group()
         else:
             self._form_group()
         for each in workers:
             each.outcome = kept[each.rank]
+        if has_died:
+            return [self._advice()]
         if not self._has_group:
             return [
                 f"The ranks keep their variables, but have no process group, because {self._place.outage}. "
@@ -345,8 +315,9 @@ class Controller:
             "group, such as DistributedDataParallel, again."
         ]
 
-    def _quietly(self, kind: str, workers: Sequence[WorkerHandle]) -> None:
-        self._begin(kind, on=workers)
+    def _leave_group(self) -> None:
+        self._has_group = False
+        workers = self._begin("leave", on=[each for each in self._workers if not each.death])
         deadline = time.monotonic() + REACT_SECONDS
         while any(each.is_busy for each in workers) and self._receive(deadline - time.monotonic()):
             pass
@@ -371,8 +342,7 @@ class Controller:
     def _ask(self, what: str, seconds: float) -> dict[int, Answer | None]:
         """Query all running ranks in parallel, even while they execute a call.
 
-        Returns:
-            Dict that maps each rank to its answer, or to None if the rank does not reply within `seconds`.
+        The answer of a rank is None if the rank does not reply within `seconds`.
         """
         self._question += 1
         number = self._question

@@ -250,7 +250,7 @@ class Ranks(Controller):
             fresh = [WorkerHandle(rank) for rank in ranks]
             for each in fresh:
                 self._workers[each.rank] = each
-            self._known = set()
+            self._known, self._has_group = set(), False
             self._start(fresh)
         self._wait_until_started()
         return ranks

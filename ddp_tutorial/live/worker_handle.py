@@ -11,7 +11,7 @@ from typing import Any
 
 from ddp_tutorial.live.messages import Answer, Failure, MimeBundle, Snapshot
 from ddp_tutorial.processes.console import Console, NotebookConsole, RankLog
-from ddp_tutorial.processes.errors import lost_connection
+from ddp_tutorial.processes.errors import Raised, lost_connection
 from ddp_tutorial.processes.spawn import exit_descriptor, has_exited, rename_cells, strip_noise
 from ddp_tutorial.processes.transport import Outbox, Sender, take_messages
 
@@ -41,6 +41,7 @@ class WorkerHandle:
         self._pipes = ExitStack()
         self._exit: int | None = None  # a file descriptor that becomes readable when the process exits
         self._closed = False
+        self._last_failure: Failure | None = None  # reported by `exit_with`, just before the process exits
         self._shown: list[MimeBundle] = []
         self.console = Console()
         self.log = RankLog(rank, self.console.line, describe_output)
@@ -50,8 +51,7 @@ class WorkerHandle:
     def open_pipes(self, theirs: ExitStack) -> tuple[int, int, int, int]:
         """Create the pipes, and return the rank's ends in the order output, messages, requests, control.
 
-        Args:
-            theirs: Exit stack that closes the rank's ends in this process.
+        The exit stack `theirs` closes the rank's ends in this process.
         """
         ends = []
         for ours_reads in (True, True, False, False):
@@ -97,11 +97,9 @@ class WorkerHandle:
             self._request.put((number, kind, *content), selector)
 
     def control(self, *message: Any) -> bool:
-        """Send a message to the rank's control thread, without blocking.
+        """Send a message to the rank's control thread without blocking, and return whether it was sent.
 
-        Returns:
-            Whether the message was sent. It is not sent if the rank is dead, or if the pipe is full because the rank
-            has not run for a long time.
+        It is not sent if the rank is dead, or if the pipe is full because the rank has not run for a long time.
         """
         if not self._closed:
             with suppress(BrokenPipeError, BlockingIOError):
@@ -168,14 +166,10 @@ class WorkerHandle:
 
     @property
     def reason(self) -> str:
-        """A description of how the rank died, or of the exception that it raised."""
-        if self.death:
-            return self.death
-        return (
-            f"raised {strip_noise(describe_output(str(self.failure.raised)))}"
-            if self.failure
-            else "has finished the call"
-        )
+        """A description of the exception that the rank raised, or of how it died."""
+        if self.failure:
+            return f"raised {strip_noise(describe_output(str(self.failure.raised)))}"
+        return self.death or "has finished the call"
 
     @property
     def cause_order(self) -> tuple[int, float]:
@@ -188,11 +182,7 @@ class WorkerHandle:
         return (2 if lost_connection(self.failure.raised.message) else 0), self.failure.at
 
     def waited_for(self, now: float) -> float:
-        """Return how long this rank has waited in its current collective, according to its last answer.
-
-        Returns:
-            The time in seconds, or 0.0 if the rank is not waiting.
-        """
+        """Return for how many seconds this rank has waited in a collective, according to its last answer."""
         return now - self._since if self._seen is not None and self._seen.waits else 0.0
 
     # --------------------------------------------------------------------------------------------------- listening
@@ -212,14 +202,13 @@ class WorkerHandle:
                     self._shown.append(bundle)
                 case (("done" | "raised"), [number, value]) if number == self.number:
                     self.outcome = (kind, value)
+                case "raised", [Raised() as raised, trace, at]:
+                    self._last_failure = Failure(raised, trace, at)
                 case "answer", [number, answer]:
                     self.answered, self.answer = number, answer
-                    self._record_answer(answer)
+                    if isinstance(answer, Snapshot) and answer != self._seen:
+                        self._seen, self._since = answer, time.monotonic()
         return more
-
-    def _record_answer(self, answer: Answer) -> None:
-        if isinstance(answer, Snapshot) and answer != self._seen:
-            self._seen, self._since = answer, time.monotonic()
 
     def _read(self, fd: int, take: Callable[[bytes], object], selector: selectors.BaseSelector | None) -> bool:
         if self._closed:
@@ -252,17 +241,14 @@ class WorkerHandle:
         )
 
     def record_exit(self, selector: selectors.BaseSelector, death: str) -> None:
-        """Read the remaining data from the pipes, close them, and record how the rank died.
-
-        Args:
-            selector: Selector with which the pipes are registered.
-            death: Description of how the rank died.
-        """
+        """Read the remaining data from the pipes, close them, and record how the rank died."""
         if self.death:
             return
         while self._read_messages():
             pass
         self._drain()
+        if self._last_failure:
+            self.outcome = ("raised", self._last_failure)
         self.death = death
         self.close(selector)
 

@@ -178,6 +178,8 @@ class Outbox:
         self._unsent += _framed(message)
 
     def _send(self, selector: selectors.BaseSelector) -> None:
+        if not self._unsent:  # a different event of the same `select` call has closed the outbox
+            return
         try:
             del self._unsent[: os.write(self._fd, self._unsent[:_PIECE])]
         except BrokenPipeError:  # the reader has exited
