@@ -9,7 +9,6 @@ import hashlib
 import pickle
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import TypeVar
 
 import torch
@@ -37,29 +36,6 @@ def all_reduce_mean(world: World, tensor: torch.Tensor) -> torch.Tensor:
     and counts with `all_reduce_sum` and divide once.
     """
     return all_reduce_sum(world, tensor) / world.size
-
-
-@dataclass(frozen=True)
-class Mean:
-    """A mean, stored as a sum and a count. Unlike means, sums and counts can be added across ranks."""
-
-    sum: torch.Tensor
-    count: float
-
-    def __add__(self, other: "Mean") -> "Mean":
-        """Return the combined sum and count."""
-        return Mean(self.sum + other.sum, self.count + other.count)
-
-
-def all_reduce_means(world: World, means: list[Mean]) -> list[float]:
-    """Return each mean, computed over the samples of all ranks. Collective.
-
-    One all-reduce computes all means. Every rank must pass the same number of means.
-    """
-    pairs = [to_vector([mean.sum, mean.count], mean.sum.device) for mean in means]
-    sums, counts = all_reduce_sum(world, torch.stack(pairs)).unbind(1)
-    values: list[float] = (sums / counts).tolist()
-    return values
 
 
 def to_vector(values: Sequence[float | torch.Tensor], device: torch.device) -> torch.Tensor:

@@ -2,19 +2,16 @@
 
 from collections.abc import Iterator
 from functools import cache
-from itertools import chain
 from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 from torch import nn
 from torch.nn import functional as F
 
 from ddp_tutorial.accumulation.invariant import InvariantStrategy, add_across_ranks, bit_reversed
 from ddp_tutorial.accumulation.loss import LossError, StepLoss, Totals, call_loss
-from ddp_tutorial.accumulation.micro_batches import accumulate, group
+from ddp_tutorial.accumulation.micro_batches import accumulate
 from ddp_tutorial.accumulation.strategies import DDPStrategy
 from ddp_tutorial.config import ConfigError
 from ddp_tutorial.ddp.config import DDPConfig, LinkConfig
@@ -49,17 +46,7 @@ def world_of(rank: int, size: int) -> World:
 # ------------------------------------------------------------------------------------------------ micro-batches
 
 
-@given(st.integers(0, 30), st.integers(1, 12))
-def test_groups_contain_every_micro_batch_of_the_same_epoch(items: int, count: int) -> None:
-    flushed, dropped = (list(group(range(items), count, policy)) for policy in ("flush", "drop"))  # type: ignore[arg-type]
-    assert list(chain.from_iterable(flushed)) == list(range(items))
-    assert [len(each) for each in flushed] == [count] * (items // count) + [items % count] * (items % count > 0)
-    assert dropped == [each for each in flushed if len(each) == count]
-
-
 def test_a_step_without_micro_batches_is_rejected() -> None:
-    with pytest.raises(ValueError, match="at least 1 micro-batch, got 0"):
-        next(group([1], 0))
     model = data_parallel(nn.Linear(2, 2), World())
     with pytest.raises(ValueError, match="at least 1 micro-batch, got 0"):
         accumulate(model, StepLoss(next_token_loss, World()), [])

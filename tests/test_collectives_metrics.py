@@ -14,10 +14,8 @@ import torch
 import torch.distributed as dist
 
 from ddp_tutorial.collectives import (
-    Mean,
     all_gather,
     all_reduce_mean,
-    all_reduce_means,
     all_reduce_sum,
     any_rank,
     assert_same,
@@ -55,9 +53,6 @@ def talk(world: World) -> dict[str, Any]:
     with torch.enable_grad():
         weight = torch.tensor(2.0, requires_grad=True)
         said["total needs no gradient"] = not all_reduce_sum(world, weight).requires_grad
-    # rank r sums 6 over 3, 10 over 1, 1 over 2
-    means = [Mean(torch.tensor([6.0, 10.0, 1.0][rank]), [3, 1, 2][rank]), Mean(torch.tensor(float(rank)), 1)]
-    said["means"] = all_reduce_means(world, means)
     return said
 
 
@@ -96,9 +91,6 @@ def test_every_rank_gets_the_same_correct_result(heard: list[dict[str, Any]], np
         assert mine["all_gather"] == [{"rank": each, "square": each**2} for each in ranks]
         assert mine["from rank zero"] == "said by rank 0"
         assert mine["total needs no gradient"]
-        # two ranks: (6 + 10) / (3 + 1) = 4, where the mean of means would be (2 + 10) / 2 = 6
-        # three: (6 + 10 + 1) / (3 + 1 + 2) = 17 / 6
-        assert mine["means"] == [{2: 4.0, 3: 17 / 6}[nprocs], sum(ranks) / nprocs]
 
 
 def run_together(world: World) -> dict[str, Any]:
@@ -309,7 +301,6 @@ def enter_rank_zero_first(world: World) -> None:
         lambda world: broadcast_tensors(world, [torch.ones(1)]),
         enter_rank_zero_first,
         lambda world: assert_same(world, {"a": torch.ones(1)}),
-        lambda world: all_reduce_means(world, [Mean(torch.ones(()), 1)]),
     ],
     ids=lambda helper: "_".join(helper.__code__.co_names[:1]) or helper.__name__,
 )
@@ -332,7 +323,6 @@ def test_one_process_requires_no_group() -> None:
     assert_same(world, {"a": torch.ones(1)})
     with pytest.raises(ValueError, match="at least one weight to compare"):
         assert_same(world, {}, "weight")
-    assert all_reduce_means(world, [Mean(torch.tensor(6.0), 3)]) == [2.0]
     with pytest.raises(ValueError, match="full"), rank_zero_first(world):
         raise ValueError("full")
 
@@ -382,16 +372,6 @@ def test_a_digest_does_not_depend_on_the_memory_layout() -> None:
     assert digest({"a": tensor.t()}) == digest({"a": tensor.t().contiguous()})
     assert digest({"a": tensor[:, 1]}) == digest({"a": torch.tensor([1.0, 4.0])})
     assert digest({"a": tensor.requires_grad_()}) == digest({"a": tensor.detach()})
-
-
-def test_fractional_and_large_counts_are_exact_for_any_dtype() -> None:
-    means = [Mean(torch.tensor(1), 0.5), Mean(torch.tensor(2.0**24 + 2), 2**24 + 1)]
-    assert all_reduce_means(World(), means) == [2.0, (2**24 + 2) / (2**24 + 1)]
-
-
-def test_sums_and_counts_are_added() -> None:
-    both = Mean(torch.tensor(6.0), 3) + Mean(torch.tensor(10.0), 1)
-    assert (both.sum.item(), both.count) == (16.0, 4)
 
 
 # ------------------------------------------------------------------------------------------------------- the log

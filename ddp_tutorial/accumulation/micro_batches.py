@@ -5,29 +5,13 @@ sizes, the mean of the micro-batch means differs from this overall mean. Therefo
 is divided once by the total count (see `loss.StepLoss`).
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import nullcontext
-from typing import Any, Literal, TypeVar
+from typing import Any
 
 from ddp_tutorial.accumulation.loss import StepLoss, Totals, require_call
 from ddp_tutorial.ddp.wrappers import DataParallel
 from ddp_tutorial.phases import phase
-
-Item = TypeVar("Item")
-
-
-def group(items: Iterable[Item], count: int, remainder: Literal["flush", "drop"] = "flush") -> Iterator[list[Item]]:
-    """Yield groups of `count` micro-batches. A smaller last group is also yielded, unless `remainder` is "drop"."""
-    if count < 1:
-        raise ValueError(f"a step must have at least 1 micro-batch, got {count}")
-    step: list[Item] = []
-    for item in items:
-        step.append(item)
-        if len(step) == count:
-            yield step
-            step = []
-    if step and remainder == "flush":
-        yield step
 
 
 def accumulate(model: DataParallel, loss: StepLoss, batches: Sequence[Any], stop_flags: float = 0.0) -> Totals:
