@@ -280,7 +280,7 @@ def parse_yaml(text: str, origin: str) -> Any:
         mark = error.problem_mark or error.context_mark
         place = f", line {mark.line + 1}, column {mark.column + 1}" if mark else ""
         raise ConfigError(f"{origin}{place}: not valid YAML: {error.problem}") from None
-    except (yaml.YAMLError, ValueError, KeyError, AttributeError) as error:  # e.g. 2024-02-30, !!int x
+    except (yaml.YAMLError, ValueError, LookupError, AttributeError, RecursionError) as error:  # e.g. 2024-02-30
         raise ConfigError(f"{origin}: not valid YAML: {' '.join(str(error).split())}") from None
 
 

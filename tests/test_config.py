@@ -281,10 +281,14 @@ def test_a_key_that_is_not_a_string_is_reported_as_unknown(line: str) -> None:
     assert message_of(write("keys.yaml", line + "\n")).startswith("keys.yaml: ")
 
 
-@pytest.mark.parametrize("value", ["2024-02-30", "!!int many", "!!bool many", "!!timestamp many", "0b_"])
+@pytest.mark.parametrize("value", ["2024-02-30", "!!int many", "!!int ''", "!!bool many", "!!timestamp many", "0b_"])
 def test_an_invalid_yaml_scalar_is_malformed(value: str) -> None:
     assert message_of(write("scalar.yaml", f"name: {value}\n")).startswith("scalar.yaml")
     assert "override" in message_of("tiny", f"name={value}")
+
+
+def test_yaml_that_is_nested_too_deeply_is_malformed() -> None:
+    assert message_of(write("deep.yaml", "[" * 9999)).startswith("deep.yaml: not valid YAML: ")
 
 
 def test_a_circular_extends_is_reported() -> None:
