@@ -24,6 +24,8 @@ def all_reduce_sum(world: World, tensor: torch.Tensor) -> torch.Tensor:
     """Return the sum of `tensor` over all ranks. Collective. The input is not changed."""
     require_group(world)
     summed = tensor.detach().clone()
+    if summed.layout == torch.strided:  # gloo adds memory, whose order differs between ranks if the strides differ
+        summed = summed.contiguous()
     if world.size > 1:
         dist.all_reduce(summed)
     return summed
@@ -129,7 +131,7 @@ def run_on_all_ranks(world: World, function: Callable[[], T], error_type: type[E
     try:
         result = function()
     except error_type as error:
-        problem = str(error)
+        problem = str(error) or type(error).__name__
     except Exception as error:
         problem = f"{type(error).__name__}: {error}"
     problems = all_gather(world, problem)

@@ -40,13 +40,14 @@ from ranks import error_of
 def talk(world: World) -> dict[str, Any]:
     """Call each helper once, and return the result on this rank."""
     rank = world.rank
-    mine = torch.tensor([[1.0, rank]])
+    mine, square = torch.tensor([[1.0, rank]]), torch.tensor([[1.0, 2.0], [3.0, 4.0]])
     said: dict[str, Any] = {
         "total": all_reduce_sum(world, mine),
         "total of integers": all_reduce_sum(world, torch.tensor(2**40 + rank)),
         "mean": all_reduce_mean(world, mine),
         "mean of integers": all_reduce_mean(world, torch.tensor(rank)),
         "input": mine,
+        "transposed on rank 0": all_reduce_sum(world, square if rank else square.t().contiguous().t()),
         "all_gather": all_gather(world, {"rank": rank, "square": rank * rank}),
         "from rank zero": from_rank_zero(world, f"said by rank {rank}"),
     }
@@ -93,6 +94,11 @@ def test_every_rank_gets_the_same_correct_result(heard: list[dict[str, Any]], np
         assert mine["total needs no gradient"]
 
 
+def test_the_sum_does_not_depend_on_the_memory_layout(heard: list[dict[str, Any]], nprocs: int) -> None:
+    for each in heard:
+        assert each["talk"]["transposed on rank 0"].tolist() == [[nprocs, 2 * nprocs], [3 * nprocs, 4 * nprocs]]
+
+
 def run_together(world: World) -> dict[str, Any]:
     """Call `run_on_all_ranks` with functions that succeed, raise on one rank, or raise on all ranks."""
 
@@ -110,6 +116,7 @@ def run_together(world: World) -> dict[str, Any]:
         "one": error_of(lambda: run(last, error=FailedError("the disk is full"))),
         "a bug": error_of(lambda: run(0, error=KeyError("name"))),
         "all": error_of(lambda: run(*everyone, error=FailedError("no such folder"))),
+        "no message": error_of(lambda: run(last, error=FailedError())),
     }
 
 
@@ -120,6 +127,7 @@ def test_a_function_that_fails_on_one_rank_fails_on_all_ranks(heard: list[dict[s
             "one": f"FailedError: rank {nprocs - 1}: the disk is full",
             "a bug": "FailedError: rank 0: KeyError: 'name'",
             "all": "FailedError: no such folder",
+            "no message": f"FailedError: rank {nprocs - 1}: FailedError",
         }
 
 
