@@ -3,6 +3,7 @@
 import errno
 import json
 import math
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -16,11 +17,11 @@ from ddp_tutorial.config import ConfigError
 from ddp_tutorial.config import load as load_config
 from ddp_tutorial.files import observe_disk
 from ddp_tutorial.training.config import TaskConfig
-from ddp_tutorial.training.export import evaluate, export, load, sample
+from ddp_tutorial.training.export import config_of, evaluate, export, load, sample
 from ddp_tutorial.training.gpt import GPT
 from ddp_tutorial.training.tasks import launch_training
 from ddp_tutorial.training.trainer import TrainResult
-from ddp_tutorial.training.weights import WEIGHTS, load_weights, save_model
+from ddp_tutorial.training.weights import WEIGHTS, load_state, load_weights, save_model
 from disk import failing
 
 COMMAND = [sys.executable, "-m", "ddp_tutorial"]
@@ -69,8 +70,6 @@ def test_an_export_never_replaces_a_folder(result: TrainResult, tmp_path: Path) 
 
 
 def test_an_unfinished_run_exports_the_model_of_its_newest_checkpoint(result: TrainResult, tmp_path: Path) -> None:
-    import shutil
-
     killed = tmp_path / "killed"
     shutil.copytree(result.run, killed)
     shutil.rmtree(killed / "model")
@@ -82,6 +81,20 @@ def test_an_unfinished_run_exports_the_model_of_its_newest_checkpoint(result: Tr
     shutil.rmtree(killed / "checkpoints")
     with pytest.raises(ConfigError, match="neither a model nor a valid checkpoint"):
         load(killed)
+
+
+def test_weights_that_do_not_fit_the_model_are_rejected(result: TrainResult, tmp_path: Path) -> None:
+    unfinished = tmp_path / "unfinished"
+    shutil.copytree(result.run, unfinished)
+    shutil.rmtree(unfinished / "model")
+    size = config_of(result.run).model.size
+    for folder in (result.run, unfinished):
+        for changed in ({"layers": 0}, {"layers": 2}, {"width": 8}):
+            with pytest.raises(ConfigError, match="do not match the model"):
+                load(folder, GPT(**size | changed))
+    turned, state = torch.nn.Linear(2, 3, bias=False), torch.nn.Linear(3, 2, bias=False).state_dict()
+    with pytest.raises(ConfigError, match="size mismatch"):
+        load_state(turned, state, tmp_path)
 
 
 def test_a_missing_model_is_reported(result: TrainResult) -> None:

@@ -80,7 +80,7 @@ def load(run: str | Path, model: nn.Module | None = None, *, best: bool = False)
             "checkpoint.every=100"
         )
     model = model or task_of(config := _without_imports(config_of(run), run)).model(config)
-    load_state(model, stored(found, "model"))
+    load_state(model, stored(found, "model"), found)
     return model.eval()
 
 

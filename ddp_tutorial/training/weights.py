@@ -1,6 +1,7 @@
 """Save and load a model's weights in a format that cannot execute code when it is loaded."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -37,16 +38,25 @@ def write_model(model: nn.Module, folder: Path) -> None:
         safetensors.torch.save_model(model, str(folder / WEIGHTS))
 
 
-def load_state(model: nn.Module, state: Mapping[str, torch.Tensor]) -> None:
-    """Load the weights of a checkpoint into `model`, which must have the same architecture.
+def load_state(model: nn.Module, state: Mapping[str, torch.Tensor], path: Path) -> None:
+    """Load the weights of the checkpoint at `path` into `model`.
 
     Sharded weights may be stored in `state` as flat vectors. Tied weights are stored only under their first name.
+
+    Raises:
+        ConfigError: If the weights do not fit `model`.
     """
     model = uncompiled(model)
-    first = {id(tensor): name for name, tensor in reversed(list(model.state_dict(keep_vars=True).items()))}
     whole = model.state_dict(keep_vars=True)
-    found = {name: state[name if name in state else first[id(tensor)]] for name, tensor in whole.items()}
-    model.load_state_dict({name: tensor.view(whole[name].shape) for name, tensor in found.items()})
+    first = {id(tensor): name for name, tensor in reversed(whole.items())}
+    found = dict(state)
+    for name, tensor in whole.items():
+        value = state.get(name, state.get(first[id(tensor)]))
+        if value is not None:
+            is_flat = value.dim() == 1 and value.numel() == tensor.numel()
+            found[name] = value.view(tensor.shape) if is_flat else value
+    with _weights_must_fit(path):
+        model.load_state_dict(found)
 
 
 def load_weights(model: nn.Module, folder: Path) -> None:
@@ -60,7 +70,14 @@ def load_weights(model: nn.Module, folder: Path) -> None:
         raise ConfigError(
             f"{folder} must be a model folder, but does not contain {WEIGHTS}. Pass the folder of a saved model"
         )
-    try:
+    with _weights_must_fit(path):
         safetensors.torch.load_model(model, path)
+
+
+@contextmanager
+def _weights_must_fit(path: Path) -> Iterator[None]:
+    """Convert the error that torch or safetensors raises for unsuitable weights to a `ConfigError`."""
+    try:
+        yield
     except RuntimeError as error:
         raise ConfigError(f"the weights in {path} do not match the model: {' '.join(str(error).split())}") from None
