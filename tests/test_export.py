@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import tokenizers
 import torch
 
 from commands import call
@@ -16,6 +17,8 @@ from ddp_tutorial.checkpoint.manifest import CheckpointError
 from ddp_tutorial.config import ConfigError
 from ddp_tutorial.config import load as load_config
 from ddp_tutorial.files import observe_disk
+from ddp_tutorial.sharding.corpus import decode
+from ddp_tutorial.sharding.tokenizer import load_tokenizer
 from ddp_tutorial.training.config import TaskConfig
 from ddp_tutorial.training.export import config_of, evaluate, export, load, sample
 from ddp_tutorial.training.gpt import GPT
@@ -134,6 +137,27 @@ def test_an_empty_prompt_is_rejected(result: TrainResult) -> None:
         2,
         True,
     )
+
+
+def test_a_prompt_without_tokens_is_rejected(result: TrainResult, monkeypatch: pytest.MonkeyPatch) -> None:
+    words = tokenizers.Tokenizer(tokenizers.models.WordLevel({"a": 0}, "a"))
+    words.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    words.save(str(result.run / "words.json"))
+    tokenizer = load_tokenizer(str(result.run / "words.json"))
+    monkeypatch.setattr("ddp_tutorial.training.export.load_tokenizer", lambda name: tokenizer)
+    with pytest.raises(ConfigError, match="the prompt must contain at least one token"):
+        sample(result.run, " ", length=3)
+
+
+def test_a_generated_token_that_is_not_a_byte_is_replaced() -> None:
+    assert decode(torch.tensor([72, 300, 105])) == "H\ufffdi"
+
+
+def test_the_perplexity_of_a_diverged_model_is_infinite(result: TrainResult, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("ddp_tutorial.training.export.evaluate_here", lambda *_: {"loss": 1000.0})
+    assert evaluate(result.run)["perplexity"] == math.inf
+    monkeypatch.setattr("ddp_tutorial.training.export.evaluate_here", lambda *_: {"loss": math.nan})
+    assert math.isnan(evaluate(result.run)["perplexity"])
 
 
 def test_a_model_that_cannot_be_written_leaves_the_old_one(tmp_path: Path) -> None:

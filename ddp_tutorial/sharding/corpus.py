@@ -131,8 +131,11 @@ def encode(text: str) -> torch.Tensor:
 
 
 def decode(tokens: torch.Tensor) -> str:
-    """Decode tokens of shape [bytes] as UTF-8. Invalid bytes are replaced with U+FFFD."""
-    return bytes(tokens.tolist()).decode(errors="replace")
+    """Decode tokens of shape [bytes] as UTF-8. Invalid bytes are replaced with U+FFFD.
+
+    A model whose vocabulary is larger than 256 may generate tokens that are not bytes. They are also replaced.
+    """
+    return bytes(tokens.clamp(max=255).tolist()).decode(errors="replace")  # 255 never occurs in UTF-8
 
 
 def _tokens(documents: list[bytes]) -> torch.Tensor:

@@ -101,11 +101,11 @@ def evaluate(run: str | Path, *, samples: int | None = None, best: bool = False)
         )
     _, validation = samples_of(config, world)
     count = min(samples or config.eval_samples or len(validation), len(validation))
-    means = evaluate_here(world, model.to(world.device), task.loss, validation, count, config.batch_size)
+    loss = evaluate_here(world, model.to(world.device), task.loss, validation, count, config.batch_size)["loss"]
     return {
-        "eval_loss": means["loss"],
-        "perplexity": math.exp(means["loss"]),
-        "bits_per_token": means["loss"] / math.log(2),
+        "eval_loss": loss,
+        "perplexity": math.inf if loss > 700 else math.exp(loss),  # math.exp(710) raises OverflowError
+        "bits_per_token": loss / math.log(2),
         "samples": count,
         task.unit: count * task.units_per_sample(config),
     }
@@ -131,7 +131,10 @@ def sample(
             "with tokenizer=PATH, where PATH is the tokenizer.json that produced the tokens"
         )
     tokenizer = load_tokenizer(config.tokenizer)
-    generated = model.generate(tokenizer.encode(prompt), length, temperature=temperature, seed=seed)
+    tokens = tokenizer.encode(prompt)
+    if not len(tokens):
+        raise ConfigError(f"the prompt must contain at least one token, but the tokenizer removes all of {prompt!r}")
+    generated = model.generate(tokens, length, temperature=temperature, seed=seed)
     return tokenizer.decode(generated)
 
 
