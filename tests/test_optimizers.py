@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.optim.lr_scheduler import CosineAnnealingLR, ReduceLROnPlateau
+from torch.optim.lr_scheduler import CosineAnnealingLR, ReduceLROnPlateau, StepLR
 from torch.utils.data import TensorDataset
 
 from commands import call
@@ -103,6 +103,24 @@ WRONG_OBJECTS: list[tuple[dict[str, Any], str]] = [
         "must be an LRScheduler or a function that takes the optimizer and returns an LRScheduler, got list",
     ),
 ]
+
+
+def test_a_scheduler_of_a_different_optimizer_is_rejected() -> None:
+    model = nn.Linear(3, 2)
+    optimizer = sgd(model)
+    source = make_source(TensorDataset(torch.randn(32, 3)), 8, World())
+    for strategy, given in (("ddp", None), ("zero1", optimizer)):  # zero1 wraps the optimizer
+        with pytest.raises(ConfigError, match=r"as in scheduler=lambda optimizer: StepLR\(optimizer, \.\.\.\)"):
+            Trainer(
+                model,
+                source,
+                squared_error,
+                World(),
+                TrainConfig(steps=8, strategy=strategy),
+                optimizer=given,
+                scheduler=StepLR(optimizer, 1),
+            )
+    assert not Path("runs").exists()
 
 
 def test_anything_but_one_optimizer_and_one_schedule_is_rejected() -> None:

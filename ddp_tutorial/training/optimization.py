@@ -118,7 +118,8 @@ def resolve_scheduler(scheduler: SchedulerLike, optimizer: Optimizer) -> LRSched
     """Return `scheduler` or, if it is a function, the scheduler that it creates for the optimizer.
 
     Raises:
-        ConfigError: If the result is not a scheduler, or if it requires a validation loss.
+        ConfigError: If the result is not a scheduler, if it requires a validation loss, or if it schedules a different
+            optimizer.
     """
     found = scheduler(optimizer) if callable(scheduler) else scheduler
     if not isinstance(found, LRScheduler):
@@ -127,6 +128,11 @@ def resolve_scheduler(scheduler: SchedulerLike, optimizer: Optimizer) -> LRSched
             f"{_got(found)}. To use several schedulers, chain them with torch.optim.lr_scheduler.SequentialLR"
         )
     require_no_metric(found)
+    if found.optimizer is not optimizer:  # its steps would not change the learning rate of the run
+        raise ConfigError(
+            "'scheduler' must schedule the optimizer of the run, got a scheduler of a different optimizer. Pass a "
+            f"function instead, as in scheduler=lambda optimizer: {type(found).__name__}(optimizer, ...)"
+        )
     return found
 
 
