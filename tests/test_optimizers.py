@@ -141,6 +141,7 @@ WRONG: list[tuple[tuple[str, ...], str]] = [
     (("optimizer.class=torch.nn.Linear",), "must be a subclass of torch.optim.optimizer.Optimizer, got 'torch.nn.L"),
     (("optimizer.class=torch.optim.SGD", "optimizer.args.momentun=1"), "unexpected keyword argument 'momentun'"),
     (("optimizer.class=torch.optim.SGD", "optimizer.args.lr=-1"), "ValueError: Invalid learning rate: -1"),
+    (("optimizer.class=torch.optim.LBFGS",), "LBFGS requires a closure that recomputes the gradient"),
     (("scheduler.class=torch.optim.lr_scheduler.StepLR",), "missing 1 required positional argument: 'step_size'"),
     (("scheduler.class=torch.optim.lr_scheduler.ReduceLROnPlateau",), "ReduceLROnPlateau is not supported"),
     (("optimizer.class=torch.optim.Adafactor", "strategy=zero2"), "strategy=zero2 updates a flat shard of each"),

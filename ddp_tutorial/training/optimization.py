@@ -152,6 +152,7 @@ def require_no_metric(scheduler: LRScheduler) -> None:
 def check_update(config: TrainConfig) -> None:
     """Raise `ConfigError` if the optimizer or the scheduler of `config` cannot be constructed. No model is required."""
     optimizer = make_optimizer(nn.Linear(4, 4, bias=False), config)
+    require_no_closure(optimizer)
     make_scheduler(optimizer, config)
     if config.strategy in {"zero2", "zero3"}:
         require_elementwise(optimizer, config.strategy)
