@@ -10,7 +10,7 @@ from torch.utils.data import TensorDataset
 from ddp_tutorial.collectives import all_reduce_sum
 from ddp_tutorial.processes.launcher import RankError, launch
 from ddp_tutorial.sharding.sources import make_source
-from ddp_tutorial.training.callbacks import Callback
+from ddp_tutorial.training.callbacks import Callback, check_callbacks
 from ddp_tutorial.training.config import TrainConfig
 from ddp_tutorial.training.trainer import Trainer
 from ddp_tutorial.world import World
@@ -91,6 +91,11 @@ def test_every_rank_calls_the_callbacks_and_all_ranks_fail_together() -> None:
         assert "must be the same on all ranks, got ['Recorder'] on rank 0 and [] on rank 1" in errors["one rank"]
         told = "CallbackError: a callback raised an exception on rank 1: ValueError: " if rank == 0 else "ValueError: "
         assert errors["raises"] == f"{told}no more at step 2"
+
+
+def test_callbacks_from_a_generator_are_called() -> None:
+    recorder = Recorder()
+    assert check_callbacks(World(), (each for each in [recorder])) == [recorder]  # type: ignore[arg-type]
 
 
 def test_a_callback_that_raises_aborts_the_run_with_its_error() -> None:

@@ -39,7 +39,7 @@ def check_callbacks(world: World, callbacks: Sequence[Callback]) -> list[Callbac
     Raises:
         ConfigError: If an element is not a `Callback`, or if the callbacks differ between ranks.
     """
-    problem = ""
+    callbacks, problem = list(callbacks), ""
     for each in callbacks:
         if not isinstance(each, Callback):
             kind = each.__name__ if isinstance(each, type) else type(each).__name__
@@ -47,7 +47,7 @@ def check_callbacks(world: World, callbacks: Sequence[Callback]) -> list[Callbac
             problem = f"'callbacks' must contain objects of type Callback, got {kind}: {fix}"
     advice = ": pass the same callbacks on all ranks, and test trainer.world.is_main in those that act on one rank"
     require_same_names(world, "callbacks", [type(each).__name__ for each in callbacks], problem, advice)
-    return list(callbacks)
+    return callbacks
 
 
 def require_same_names(world: World, what: str, names: list[str], problem: str, advice: str = "") -> None:
