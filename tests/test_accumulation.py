@@ -396,6 +396,13 @@ def test_running_statistics_are_rejected_by_name() -> None:
         InvariantStrategy(nn.Sequential(nn.BatchNorm1d(3)), World(), next_token_loss, 4)
 
 
+def test_each_gradient_of_an_invariant_model_has_its_parameters_dtype() -> None:
+    model = nn.ParameterList([nn.Parameter(torch.ones(2, dtype=dtype)) for dtype in (torch.float32, torch.float64)])
+    strategy = InvariantStrategy(model, World(), lambda module, batch: (sum(p.sum() for p in module), 1), 2)
+    strategy.backward([None, None])
+    assert [(p.grad.dtype, p.grad.tolist()) for p in model] == [(p.dtype, [1.0, 1.0]) for p in model]
+
+
 def test_a_step_requires_its_number_of_micro_batches() -> None:
     with pytest.raises(ValueError, match="a step must have 4 micro-batches on each rank, got 1"):
         InvariantStrategy(make_model(), World(), next_token_loss, 4).backward(batches_of(0, 1, 1))

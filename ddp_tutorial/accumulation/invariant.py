@@ -131,10 +131,10 @@ class InvariantStrategy(ReplicatedStrategy):
         super().load_state_dict(state)
 
     def _assign_grads(self, total: torch.Tensor) -> None:
-        """Set each parameter's `.grad` to a view of the sum, or to None if no rank used the parameter."""
+        """Set each parameter's `.grad` to its part of the sum, or to None if no rank used the parameter."""
         *pieces, used = total.split([*(p.numel() for p in self.parameters), len(self.parameters)])
         for parameter, piece, count in zip(self.parameters, pieces, used.tolist(), strict=True):
-            parameter.grad = piece.view_as(parameter) if count else None
+            parameter.grad = piece.view_as(parameter).to(parameter.dtype) if count else None
 
 
 class _Tree:
