@@ -140,6 +140,14 @@ def test_the_test_loss_is_the_mean_over_all_test_samples() -> None:
     assert result.test["loss"] == pytest.approx(F.mse_loss(model(x), y).item())
 
 
+def test_an_empty_dataset_is_rejected_before_the_run_starts() -> None:
+    source = make_source(data_of(8), 4, World())
+    for name, what in (("validation_data", "validation samples"), ("test_data", "test samples")):
+        with pytest.raises(ConfigError, match=f"there are no {what}: pass a dataset with at least one sample"):
+            Trainer(Model(), source, loss, World(), **{name: data_of(0)})
+    assert not Path("runs").exists()
+
+
 # ------------------------------------------------------------------------------------------------------- intervals
 
 

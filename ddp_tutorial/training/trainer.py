@@ -13,7 +13,7 @@ launch(main, 2)
 import math
 import os
 import statistics
-from collections.abc import Callable, Mapping, Sequence, Sized
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, TypeVar, cast
@@ -144,12 +144,8 @@ class Trainer:
         self.train_step = make_train_step(model, source, loss, world, config, optimizer=optimizer, scheduler=scheduler)
         self.options = OptimizerOptions.of(self.train_step.optimizer, self.train_step.scheduler)
         self.model, self.loss, self.world, self.config = self.train_step.model, loss, world, config
-        self.validation_data = None if validation_data is None else as_samples(validation_data)
-        if self.validation_data is not None:
-            require_same_samples(self.validation_data, world, "validation samples")
-        self.test_data = None if test_data is None or config.run_test is False else as_samples(test_data)
-        if self.test_data is not None:
-            require_same_samples(self.test_data, world, "test samples")
+        self.validation_data = evaluation_samples(validation_data, world, "validation samples")
+        self.test_data = evaluation_samples(None if config.run_test is False else test_data, world, "test samples")
         reseed(config.seed, world.rank, device=world.device)  # different on every rank, for dropout
         self.callbacks, self.metrics = check_callbacks(world, callbacks), check_metrics(world, metrics)
         self.settings = config.model_dump(mode="json")
@@ -264,9 +260,8 @@ class Trainer:
         LOG.debug("%s, %d threads, process %d", self.world, torch.get_num_threads(), os.getpid())
         source, data = self.train_step.source, self.validation_data
         per_epoch = "an unknown number of" if source.steps_per_epoch is None else f"{source.steps_per_epoch:g}"
-        validation = len(data) if isinstance(data, Sized) else "an unknown number of" if data else 0
         LOG.debug("training data: %s steps per epoch, %d samples per step", per_epoch, source.batch_size)
-        LOG.debug("validation data: %s samples", validation)
+        LOG.debug("validation data: %d samples", 0 if data is None else len(data))
         for remark in self.config.remarks:
             LOG.info(remark)
 
@@ -481,6 +476,21 @@ class Trainer:
             ),
             "ranks": used,
         }
+
+
+def evaluation_samples(dataset: Any, world: World, what: str) -> Data | None:
+    """Return the samples of `dataset`, or None if `dataset` is None. Collective.
+
+    Raises:
+        ConfigError: If there are no samples, or if they differ between ranks. The message contains `what`.
+    """
+    if dataset is None:
+        return None
+    samples = as_samples(dataset)
+    require_same_samples(samples, world, what)
+    if not len(samples):
+        raise ConfigError(f"there are no {what}: pass a dataset with at least one sample, or None")
+    return samples
 
 
 def with_steps(config: SomeTrainConfig, steps_per_epoch: float | None) -> SomeTrainConfig:
