@@ -5,6 +5,7 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -150,6 +151,17 @@ def test_a_model_that_exceeds_the_memory_causes_a_readable_warning() -> None:
     )
     assert re.search(r"would need about [\d.,]+ PB: use a smaller model", warning)
     assert "warning" not in as_text(planned("tiny", "device=cpu"))
+
+
+def test_a_loss_that_requires_values_is_reported_by_the_plan(monkeypatch: pytest.MonkeyPatch) -> None:
+    def loss(model: Any, batch: Any) -> Any:
+        total = model(batch["tokens"][:, :-1]).sum()
+        return total, 1, {"logit": (total.item(), 1)}
+
+    monkeypatch.setattr("ddp_tutorial.training.plan.loss_of", lambda config: loss)
+    for strategy in ("ddp", "pipeline"):
+        with pytest.raises(ConfigError, match=r"called on meta tensors\). Return metrics as tensors, without item\(\)"):
+            planned("tiny", "device=cpu", "model.layers=2", f"strategy={strategy}")
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,8 @@
 import json
 import math
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -11,7 +12,7 @@ from torch import nn
 
 from ddp_tutorial import environment
 from ddp_tutorial.accumulation import memory as activations
-from ddp_tutorial.config import Layer, flat
+from ddp_tutorial.config import ConfigError, Layer, flat
 from ddp_tutorial.files import RUNS
 from ddp_tutorial.intervals import steps_between, times_due
 from ddp_tutorial.local_sgd.config import OPTIONS as LOCAL
@@ -38,7 +39,8 @@ def plan(config: TaskConfig, layers: Iterable[Layer], environ: Mapping[str, str]
         environ: The environment variables, which specify the world if torchrun or Slurm started this process.
 
     Raises:
-        ConfigError: If the world or the device is not available, or if `tasks.check_start` rejects the config.
+        ConfigError: If the world or the device is not available, if `tasks.check_start` rejects the config, or if the
+            model or the loss requires the values of tensors, which the memory estimate does not compute.
     """
     if joins := is_launched_rank(environ):
         world = World.detect(environ, device=config.device, backend=config.backend)
@@ -125,7 +127,7 @@ def memory(config: TaskConfig, samples: int, ranks: int = 1) -> dict[str, int]:
         the most memory. `parameters` is the number of parameters of the full model.
     """
     task = task_of(config)
-    with torch.device("meta"):
+    with _meta_device():
         model, batch = task.model(config), task.batch_like(config, samples)
         with activations.count_saved_bytes(model) as kept:
             loss_of(config)(model, batch)
@@ -149,7 +151,7 @@ def stages_of_ranks(config: TaskConfig, samples: int, ranks: int) -> list[dict[s
     `samples` is the number of samples in a micro-batch. Memory is in bytes.
     """
     task, stages = task_of(config), pipeline_of(config, ranks)
-    with torch.device("meta"):
+    with _meta_device():
         costs = stage_costs(task.model(config), loss_of(config), task.batch_like(config, samples), stages)
     found = []
     for cost in rank_costs(costs, table_of(stages), ranks // stages.ranks, config.accumulation):
@@ -157,6 +159,21 @@ def stages_of_ranks(config: TaskConfig, samples: int, ranks: int) -> list[dict[s
         held |= {"gathered": 0, "activations": cost.activations}
         found.append({"parameters": cost.parameters, "memory": held, "sent": cost.sent})
     return found
+
+
+@contextmanager
+def _meta_device() -> Iterator[None]:
+    """Create tensors on the meta device. Raise `ConfigError` if the model or the loss requires their values."""
+    try:
+        with torch.device("meta"):
+            yield
+    except (RuntimeError, TypeError) as error:
+        if "meta" not in str(error):
+            raise
+        raise ConfigError(
+            "the memory estimate runs the model and the loss on torch's meta device, whose tensors have no values "
+            f"({' '.join(str(error).split())}). Return metrics as tensors, without item(), or omit --dry-run"
+        ) from None
 
 
 def optimizer_bytes(config: TrainConfig) -> int:
