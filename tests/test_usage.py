@@ -134,6 +134,16 @@ def test_a_run_that_rewinds_forgets_a_later_best_model() -> None:
     assert [path.name for path in (first.run / "best").iterdir()] == ["step_00000006"]
 
 
+def test_a_run_that_continues_another_run_keeps_its_best_model() -> None:
+    saving = {"checkpoint": {"every": 6}, "best_model": True, "learning_rate": 0.3, "warmup_steps": 6}
+    first = train(World(), config_of(**saving, name="first", steps=12))
+    best = best_step(first.eval_losses)
+    longer = {"name": "longer", "steps": 13, "resume": "runs/first", "resume_allow": ["steps"]}
+    result = train(World(), config_of(**saving, **longer))
+    assert best == best_step(result.eval_losses)
+    assert evaluate(result.run, best=True) == evaluate(first.run, best=True)
+
+
 def test_a_best_model_left_by_a_killed_run_is_replaced() -> None:
     run, model = RunFolder(Path("runs/left")), nn.Linear(2, 1)
     (run.best / "step_00000002").mkdir(parents=True)  # from an attempt that ended before its first checkpoint

@@ -8,6 +8,7 @@ from torch import nn
 from ddp_tutorial.accumulation.loss import LOSS
 from ddp_tutorial.checkpoint.manifest import checkpoint_name
 from ddp_tutorial.config import ConfigError, did_you_mean
+from ddp_tutorial.files import directory_replaced_atomically
 from ddp_tutorial.runs.folder import RunFolder
 from ddp_tutorial.training.config import TrainConfig
 from ddp_tutorial.training.stopping import StoppingRule, best_step
@@ -78,3 +79,12 @@ class EvaluationTracker:
         if self.world.is_main:
             for later in (each for each in self.saved_steps() if each > step):
                 shutil.rmtree(self.run.best / checkpoint_name(later))
+
+    def copy_best(self, other: RunFolder) -> None:
+        """On rank 0, copy the weights of the best evaluation from the run `other`, if that run has kept them."""
+        if not (self.config.best_model and self.world.is_main and self.step is not None):
+            return
+        kept, own = (folder.best / checkpoint_name(self.step) for folder in (other, self.run))
+        if kept.is_dir() and not own.exists():
+            with directory_replaced_atomically(own) as aside:
+                shutil.copytree(kept, aside, dirs_exist_ok=True)

@@ -33,6 +33,7 @@ from ddp_tutorial.local_sgd.config import OPTIONS as LOCAL
 from ddp_tutorial.phases import phase
 from ddp_tutorial.processes.rank import progress
 from ddp_tutorial.rng import reseed
+from ddp_tutorial.runs.folder import RunFolder
 from ddp_tutorial.runs.rank_logs import LOG
 from ddp_tutorial.runs.record import RunRecord, open_folder, require_rank_zeros
 from ddp_tutorial.sharding.samples import Data, as_samples
@@ -281,6 +282,7 @@ class Trainer:
         if self.start.checkpoint is not None:
             self.train_step.warm_up()
             self.checkpoints.load(self.start.checkpoint, self.config.resume_without)
+            self.best.copy_best(RunFolder(self.start.checkpoint.resolve().parent.parent))
             if update_settings(self.start.settings) != update_settings(self.settings):  # `resume_allow` permits it
                 self.options.restore(self.train_step.optimizer, self.train_step.scheduler)
             excluded = f", without {', '.join(self.config.resume_without)}" if self.config.resume_without else ""
