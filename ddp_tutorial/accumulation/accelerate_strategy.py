@@ -67,7 +67,7 @@ class AccelerateStrategy(ReplicatedStrategy):
 
         super().__init__(model, world)
         sync_initial_state(model, world)
-        self.accumulation = accumulation
+        self.micro_batches_per_rank = accumulation
         self.loss = StepLoss(loss, world, precision)
         config = config or DDPConfig()
         options = {name: getattr(config, name) for name in FORWARDED_OPTIONS}
@@ -88,11 +88,6 @@ class AccelerateStrategy(ReplicatedStrategy):
 
     def _count_call(self, *_: object) -> None:
         self.calls += 1
-
-    @property
-    def micro_batches_per_rank(self) -> int:
-        """The number of micro-batches per step on each rank."""
-        return self.accumulation
 
     def backward(self, batches: Sequence[Any], stop_flags: float = 0.0) -> Totals:
         """Compute `.grad`, and return the totals over all ranks; see `Strategy.backward`."""

@@ -76,15 +76,10 @@ class InvariantStrategy(ReplicatedStrategy):
         sync_initial_state(model, world)
         torch.set_num_threads(1)
         super().__init__(model, world)
-        self.micro_batches, self.seed = micro_batches, seed
+        self.micro_batches_per_rank, self.seed = micro_batches // world.size, seed
         self.loss = StepLoss(loss, world, precision)
         self.parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
         self.step = 0
-
-    @property
-    def micro_batches_per_rank(self) -> int:
-        """The number of micro-batches per step on each rank."""
-        return self.micro_batches // self.world.size
 
     def backward(self, batches: Sequence[Any], stop_flags: float = 0.0) -> Totals:
         """Set `.grad`, and return the totals over all ranks. `batches` are this rank's micro-batches, in order."""

@@ -25,6 +25,7 @@ class ReplicatedStrategy:
     """Base class of the strategies in which each rank stores and updates the full `module`."""
 
     loss: StepLoss
+    micro_batches_per_rank: int
 
     def __init__(self, module: nn.Module, world: World) -> None:
         """Store the model, which must be on this rank's device."""
@@ -87,13 +88,8 @@ class DDPStrategy(ReplicatedStrategy):
             require_local_forward(model)
         super().__init__(model, world)
         self.model = data_parallel(model, world, config, compilation)
-        self.link, self.accumulation = self.model.link, accumulation
+        self.link, self.micro_batches_per_rank = self.model.link, accumulation
         self.loss = (OutOfMemoryAgreement if agree_on_memory else StepLoss)(loss, world, precision)
-
-    @property
-    def micro_batches_per_rank(self) -> int:
-        """The number of micro-batches per step on each rank."""
-        return self.accumulation
 
     def backward(self, batches: Sequence[Any], stop_flags: float = 0.0) -> Totals:
         """Compute `.grad`, and return the totals over all ranks; see `Strategy.backward`."""
