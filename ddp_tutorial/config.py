@@ -178,9 +178,7 @@ def _origin(layers: Sequence[Layer], error: ErrorDetails) -> str:
     """Return the origin of the last layer that contains the invalid setting, or the last file if no layer does."""
     place = ".".join(map(str, error["loc"]))
     groups = [[place]] if place else []
-    if (
-        error["type"] == "value_error"
-    ):  # raised by a validator of several settings; the message contains the settings' names
+    if error["type"] == "value_error":  # raised by a validator of several settings; the message contains their names
         named = re.findall(r"'([\w.]+)'", str(error["ctx"]["error"]))
         groups.insert(0, [*named, *(f"{place}.{name}" for name in named if place)])
     for names in groups:

@@ -29,9 +29,8 @@ def accumulate(model: DataParallel, loss: StepLoss, batches: Sequence[Any], stop
     loss.begin(len(batches))
     for index, batch in enumerate(batches):
         is_last = index == len(batches) - 1
-        with (
-            nullcontext() if is_last else model.no_sync()
-        ):  # include the forward pass, because DDP decides there whether to reduce gradients
+        # Include the forward pass, because DDP decides there whether to reduce gradients.
+        with nullcontext() if is_last else model.no_sync():
             calls = model.calls
             with phase("forward"):
                 # Compensate for the averaging over ranks, because this loss is one term of a sum.

@@ -20,7 +20,8 @@ def locate_nonfinite(world: World, module: nn.Module, loss: Loss, batches: Seque
     then the gradients in the order of the backward pass.
     """
     found = None
-    parameters = _parameters_backwards(module)
+    # The reverse order approximates the order of the backward pass.
+    parameters = [(name, p) for name, p in module.named_parameters() if p.requires_grad][::-1]
     for number, batch in enumerate(batches):
         with torch.compiler.set_stance("force_eager"), precision.autocast():
             total, _ = call_loss(loss, module, batch)
@@ -45,8 +46,3 @@ def locate_nonfinite(world: World, module: nn.Module, loss: Loss, batches: Seque
 def _first_nonfinite(named: Sequence[tuple[str, torch.Tensor | None]]) -> str | None:
     """Return the name of the first tensor that contains an infinity or a NaN."""
     return next((name for name, tensor in named if tensor is not None and not bool(tensor.isfinite().all())), None)
-
-
-def _parameters_backwards(module: nn.Module) -> list[tuple[str, nn.Parameter]]:
-    """Return the trainable parameters in reverse order, which approximates the order of the backward pass."""
-    return [(name, parameter) for name, parameter in module.named_parameters() if parameter.requires_grad][::-1]

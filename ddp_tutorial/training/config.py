@@ -307,17 +307,13 @@ class TrainConfig(Config):
         if of_pipeline and self.strategy != "pipeline":
             raise ValueError(f"'pipeline.{of_pipeline[0]}' requires strategy=pipeline, got strategy={self.strategy}")
         changed = [name for name in DDPConfig.model_fields if getattr(self.ddp, name) != getattr(DDPConfig(), name)]
-        if changed and self.strategy in {"zero2", "zero3", "fsdp", "pipeline"}:
-            raise ValueError(
-                f"'ddp.{changed[0]}' requires strategy=ddp or strategy=zero1, got strategy={self.strategy}"
-            )
         if self.strategy == "accelerate" and (unknown := [name for name in changed if name not in FORWARDED_OPTIONS]):
             raise ValueError(
                 f"'ddp.{unknown[0]}' requires strategy=ddp or strategy=zero1, got strategy=accelerate, which supports "
                 f"only these options of 'ddp': {', '.join(FORWARDED_OPTIONS)}"
             )
-        refused = [name for name in changed if name != "simulated_link"]
-        if refused and self.strategy in LOCAL:
+        refused = [name for name in changed if self.strategy not in LOCAL or name != "simulated_link"]
+        if refused and self.strategy in {"zero2", "zero3", "fsdp", "pipeline", *LOCAL}:
             raise ValueError(
                 f"'ddp.{refused[0]}' requires strategy=ddp or strategy=zero1, got strategy={self.strategy}"
             )

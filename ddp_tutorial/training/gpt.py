@@ -113,9 +113,8 @@ class GPT(nn.Module, PyTorchModelHubMixin):
         self.head = nn.Linear(width, vocab, bias=False)
         self.apply(self._init)
         for name, weight in self.named_parameters():
-            if name.endswith(
-                "project.weight"
-            ):  # two per layer, which add to the residual stream; keep its variance constant
+            # Two per layer, which add to the residual stream; keep its variance constant.
+            if name.endswith("project.weight"):
                 nn.init.normal_(weight, std=0.02 / math.sqrt(2 * layers))
         self.head.weight = self.tokens.weight  # tied: one tensor with two uses, whose gradients are summed
 

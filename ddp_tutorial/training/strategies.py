@@ -27,9 +27,8 @@ def make_strategy(
         case "invariant":
             return InvariantStrategy(model, world, loss, config.micro_batches, config.seed, precision=precision)
         case "pipeline":
-            from ddp_tutorial.pipeline.strategy import (
-                PipelineStrategy,
-            )  # the import takes half a second, because of DTensor
+            # The import takes half a second, because of DTensor.
+            from ddp_tutorial.pipeline.strategy import PipelineStrategy
 
             stages = pipeline_of(config, world.size)
             return PipelineStrategy(model, world, loss, stages, config.seed, precision, config.accumulation)
