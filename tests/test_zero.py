@@ -869,7 +869,7 @@ def test_a_hybrid_resumes_bitwise_identically_and_on_a_different_mesh(
     assert hybrids["unfinished"] == hybrids[4][0]["zero3-2x2"][0]["weights"]
 
 
-@pytest.mark.parametrize("kind", ["zero2", "zero3"])
+@pytest.mark.parametrize("kind", ["zero2", "zero3", "invariant"])
 def test_an_option_that_the_strategy_lacks_is_rejected(kind: str) -> None:
     with pytest.raises(ValueError, match=f"'ddp.hook' requires strategy=ddp or strategy=zero1, got strategy={kind}"):
         TrainConfig.model_validate({"strategy": kind, "ddp": {"hook": "fp16"}})

@@ -313,7 +313,7 @@ class TrainConfig(Config):
                 f"only these options of 'ddp': {', '.join(FORWARDED_OPTIONS)}"
             )
         refused = [name for name in changed if self.strategy not in LOCAL or name != "simulated_link"]
-        if refused and self.strategy in {"zero2", "zero3", "fsdp", "pipeline", *LOCAL}:
+        if refused and self.strategy in {"invariant", "zero2", "zero3", "fsdp", "pipeline", *LOCAL}:
             raise ValueError(
                 f"'ddp.{refused[0]}' requires strategy=ddp or strategy=zero1, got strategy={self.strategy}"
             )
