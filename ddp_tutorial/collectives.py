@@ -205,12 +205,7 @@ def rank_zero_first(world: World) -> Iterator[None]:
 def assert_same(world: World, tensors: Mapping[str, torch.Tensor], what: str = "tensor") -> None:
     """Raise an error on every rank if the tensors are not bitwise identical on all ranks. Collective.
 
-    The names, order, shapes, and dtypes must also be the same on all ranks.
-
-    Args:
-        world: The ranks to compare.
-        tensors: This rank's tensors, by name.
-        what: The noun for a tensor in the error message, such as "weight".
+    The names, order, shapes, and dtypes must also be the same on all ranks. Error messages call a tensor `what`.
 
     Raises:
         RuntimeError: If the tensors or their order differ between ranks.
@@ -229,9 +224,7 @@ def assert_same(world: World, tensors: Mapping[str, torch.Tensor], what: str = "
 def first_difference(of_ranks: Sequence[Mapping[str, object]], first: int = 0) -> tuple[str, str] | None:
     """Return the name and a description of the first value that differs between ranks, or None if no value differs.
 
-    Args:
-        of_ranks: Each rank's values, by name.
-        first: The rank of `of_ranks[0]`.
+    `first` is the rank of `of_ranks[0]`.
     """
     for name in dict.fromkeys(name for each in of_ranks for name in each):
         others = [rank for rank, each in enumerate(of_ranks, first) if each.get(name) != of_ranks[0].get(name)]

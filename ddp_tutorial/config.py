@@ -85,12 +85,7 @@ Layer = tuple[str, dict[str, Any]]  # (the file name or COMMAND_LINE, the settin
 
 
 def load(source: str | Path, cls: type[SomeConfig], overrides: Iterable[str] = ()) -> SomeConfig:
-    """Read a config file and validate it.
-
-    Args:
-        source: A path, or the name of a config in `configs/`.
-        cls: The config class.
-        overrides: Settings of the form `key=value`.
+    """Read a config file and validate it. `source` is a path, or the name of a config in `configs/`.
 
     Raises:
         ConfigError: If a file is missing or malformed, `extends` is circular, an override is not of the form
@@ -208,10 +203,7 @@ def config_names() -> list[str]:
 
 
 def find_config(source: str | Path) -> Path:
-    """Return the path of a config file.
-
-    Args:
-        source: A path to a YAML file, or the name of a config in the package.
+    """Return the path of a config file. `source` is a path to a YAML file, or the name of a config in the package.
 
     Raises:
         ConfigError: If the file does not exist.

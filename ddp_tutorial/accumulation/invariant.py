@@ -54,13 +54,8 @@ class InvariantStrategy(ReplicatedStrategy):
     ) -> None:
         """Broadcast rank 0's weights, and limit this process to one thread.
 
-        Args:
-            model: The model, on this rank's device.
-            world: The ranks of the run.
-            loss: The loss function.
-            micro_batches: The total number of micro-batches per step over all ranks. It must be a power of two.
-            seed: The seed for dropout.
-            precision: The `Precision` object. The default object uses float32.
+        `micro_batches` is the total number per step over all ranks, and must be a power of two. `seed` is the seed for
+        dropout.
 
         Raises:
             ConfigError: If the model contains buffers, or if `micro_batches` is not compatible with the number of

@@ -73,13 +73,9 @@ class Update(NamedTuple):
 
 
 def total_norm_over(tensors: Sequence[torch.Tensor], group: Any, ranks: int, device: torch.device) -> torch.Tensor:
-    """Return the combined norm of the `tensors` on all ranks in `group`. These ranks receive the result. Collective.
+    """Return the combined norm of the `tensors` on the `ranks` ranks in `group`, as a tensor on `device`.
 
-    Args:
-        tensors: This rank's tensors. An element that is stored on several ranks is counted once per rank.
-        group: The process group. None is the default group, which contains all ranks.
-        ranks: The number of ranks in `group`.
-        device: The device of the result.
+    Collective in the group; None is the default group. An element that several ranks store is counted once per rank.
     """
     squares = get_total_norm(tensors).to(device, torch.float64).square()
     if ranks > 1:

@@ -12,13 +12,9 @@ Base = TypeVar("Base")
 
 
 def import_object(name: str, path: str, is_known: Callable[[Any], bool]) -> Any:
-    """Import an object from a module. The import executes the module.
+    """Import the object at `path`, such as "torch.optim.SGD", for the setting `name`. The import executes the module.
 
-    Args:
-        name: The setting that contains the path, for the error message.
-        path: The module and the name of the object, such as `"torch.optim.SGD"`.
-        is_known: A predicate for the module's objects. If the named object is missing, the error message suggests only
-            objects for which `is_known` returns true.
+    If the object is missing, the error message suggests only objects of the module for which `is_known` returns true.
 
     Raises:
         ConfigError: If the module cannot be imported, or if it does not contain the object.
@@ -90,14 +86,9 @@ def check_arguments(name: str, setting: ClassSetting, base: type) -> None:
 
 
 def construct(name: str, setting: ClassSetting, base: type[Base], *args: Any, **defaults: Any) -> Base:
-    """Import a setting's class, and construct an object with the setting's arguments.
+    """Import a setting's class, and construct an object with `args` and the setting's keyword arguments.
 
-    Args:
-        name: The setting's name, for the error message.
-        setting: The import path of the class, and its keyword arguments.
-        base: The required base class.
-        args: Positional arguments.
-        defaults: Keyword arguments that the setting may override.
+    The class must be a subclass of `base`. The setting may override the keyword arguments `defaults`.
 
     Raises:
         ConfigError: If the class cannot be imported, or if it does not accept the arguments.

@@ -33,10 +33,7 @@ OPTIMIZER_BYTES = {"adamw": 8, "sgd": 4}  # per parameter, for two float32 movin
 def plan(config: TaskConfig, layers: Iterable[Layer], environ: Mapping[str, str] = os.environ) -> dict[str, Any]:
     """Return a run's plan, with its settings and their origins, memory use, communication volume, and directory.
 
-    Args:
-        config: The config of the run.
-        layers: The layers that were merged into `config`.
-        environ: The environment variables, which specify the world if torchrun or Slurm started this process.
+    `layers` were merged into `config`. `environ` specifies the world if torchrun or Slurm started this process.
 
     Raises:
         ConfigError: If the world or the device is not available, if `tasks.check_start` rejects the config, or if the
@@ -91,13 +88,10 @@ def plan(config: TaskConfig, layers: Iterable[Layer], environ: Mapping[str, str]
 
 
 def settings(config: TaskConfig, layers: Iterable[Layer], used: TaskConfig | None = None) -> dict[str, dict[str, Any]]:
-    """Return the value and the origin of each setting, by dotted name. The origin is the last layer that set the value.
+    """Return the value and the origin of each setting, by dotted name.
 
-    Args:
-        config: The config.
-        layers: The layers that were merged into `config`.
-        used: `config` with `steps` and `batch_size` computed from alternative settings, such as `num_epochs`. The
-            alternative setting is then reported as the origin.
+    The origin is the last of `layers` that set the value. `used` is `config` with `steps` and `batch_size` computed
+    from alternative settings, such as `num_epochs`, which are then reported as the origin.
     """
     set_by: dict[str, str] = {}
     for origin, values in layers:
@@ -110,17 +104,12 @@ def settings(config: TaskConfig, layers: Iterable[Layer], used: TaskConfig | Non
 
 
 def memory(config: TaskConfig, samples: int, ranks: int = 1) -> dict[str, int]:
-    """Estimate the memory that one rank needs, in bytes.
+    """Estimate the memory that one rank needs, in bytes. `samples` is the number of samples in a micro-batch.
 
     The estimate includes four bytes per parameter, four bytes per gradient element, and the optimizer state. With a
     sharding strategy, the sharded part is divided by the number of ranks per replica, and temporarily gathered weights
     are added. The size of the saved activations is measured on torch's meta device, which allocates no memory.
     Attention may need less memory than estimated. On a CPU, Python and torch need about 300 MB of additional memory.
-
-    Args:
-        config: The config of the run.
-        samples: The number of samples in a micro-batch.
-        ranks: The number of ranks.
 
     Returns:
         The memory in bytes by purpose, and the `total`. For a pipeline, the values are those of the rank that requires

@@ -29,15 +29,9 @@ class StepProfiler:
     def __init__(
         self, world: World, run: RunFolder, first: int, last: int, link: Link | None, options: dict[str, Any]
     ) -> None:
-        """Create a profiler that is not running yet.
+        """Create a profiler that is not running yet. It passes `options` to `torch.profiler.profile`.
 
-        Args:
-            world: This rank's world.
-            run: The run folder.
-            first: The first step to profile.
-            last: The last step to profile.
-            link: The link that sends the gradients, or None if PyTorch sends them.
-            options: The options to pass to `torch.profiler.profile`.
+        `link` sends the gradients, and is None if PyTorch sends them.
         """
         self.world, self.run, self.first, self.last, self.link = world, run, first, last, link
         self.options = options
