@@ -313,8 +313,13 @@ def test_a_task_with_its_own_data_is_trained_by_its_import_path() -> None:
     assert (result["step"], result["metrics"]["eval_loss"] < 0.1) == (63, True)
     refused = call("evaluate", "sums")
     assert (refused.returncode, "loading a run never imports code" in refused.stderr) == (2, True)
-    for task, message in (("sums.SUM", "Did you mean 'SUMS'?"), ("sums.loss", "must be the import path of a Task")):
-        wrong = call("train", "tiny", f"task={task}", "device=cpu")
+    few = "task 'sums.SUMS' contains 500 training samples and 50 validation samples, too few for one batch of 501"
+    for task, message in (
+        ("sums.SUM", "Did you mean 'SUMS'?"),
+        ("sums.loss", "must be the import path of a Task"),
+        ("sums.SUMS", few),
+    ):
+        wrong = call("train", "tiny", f"task={task}", "batch_size=501", "--dry-run", "device=cpu")
         assert (wrong.returncode, message in wrong.stderr) == (2, True), wrong
 
 

@@ -143,10 +143,13 @@ def samples_of(config: TaskConfig, world: World) -> tuple[Data, Data]:
     with rank_zero_first(world):
         train, validation = task_of(config).samples(config)
     if len(train) < config.batch_size or not len(validation):
+        origin, size = f"corpus {config.corpus!r}", f" of {config.model.context} tokens"
+        fix = "Use more text, a smaller batch_size or a smaller model.context."
+        if config.task not in TASKS:
+            origin, size, fix = f"task {config.task!r}", "", "Use more samples or a smaller batch_size."
         raise ConfigError(
-            f"corpus {config.corpus!r} contains {len(train)} training samples of {config.model.context} tokens and "
-            f"{len(validation)} validation samples, too few for one batch of {config.batch_size} and one evaluation. "
-            "Use more text, a smaller batch_size or a smaller model.context."
+            f"{origin} contains {len(train)} training samples{size} and {len(validation)} validation samples, too few "
+            f"for one batch of {config.batch_size} and one evaluation. {fix}"
         )
     return train, validation
 
