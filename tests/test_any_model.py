@@ -371,6 +371,11 @@ def past_the_wrapper(world: World, **settings: Any) -> Any:
     return start(world, lambda _, batch: squared_error(model, batch), model, **settings)
 
 
+class ExtraState(nn.Linear):
+    def get_extra_state(self) -> Any:
+        return {"version": 2}
+
+
 def half_on_meta() -> nn.Module:
     return nn.Sequential(nn.Linear(6, 4), nn.Linear(4, 1, device="meta"))
 
@@ -394,6 +399,10 @@ BAD: dict[str, tuple[Callable[[World], Any], str]] = {
         "LossError: the loss function must return the same metrics on all ranks, got [loss, of_rank_0] on rank 0",
     ),
     "elsewhere": (lambda world: start(world, model=half_on_meta()), "ConfigError: the model's '1.weight' is on meta"),
+    "extra state": (
+        lambda world: start(world, model=ExtraState(6, 1)),
+        "ConfigError: the model's state dict must contain only tensors, got dict for '_extra_state'",
+    ),
     "frozen": (
         lambda world: start(world, model=make_model().requires_grad_(False)),
         "ConfigError: the model must have a trainable parameter",

@@ -1,5 +1,6 @@
 """Build a `TrainStep` from a config."""
 
+import torch
 from torch import nn
 
 from ddp_tutorial.accumulation.loss import Loss
@@ -77,7 +78,17 @@ def make_train_step(
 
 
 def _on_device(model: nn.Module, world: World) -> nn.Module:
-    """Move `model` to this rank's device. Raise `ConfigError` if the model is frozen or on a different device."""
+    """Move `model` to this rank's device.
+
+    Raises:
+        ConfigError: If the model is frozen or on a different device, or if its state is not stored in tensors.
+    """
+    for name, value in model.state_dict().items():
+        if not isinstance(value, torch.Tensor):
+            raise ConfigError(
+                f"the model's state dict must contain only tensors, got {type(value).__name__} for {name!r}. Return a "
+                "tensor from get_extra_state, or do not define it"
+            )
     if not any(parameter.requires_grad for parameter in model.parameters()):
         raise ConfigError("the model must have a trainable parameter, but it has no parameters or all are frozen")
     tensors = dict([*model.named_parameters(), *model.named_buffers()])
