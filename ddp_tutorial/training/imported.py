@@ -47,16 +47,6 @@ def import_class(name: str, path: str, base: type[Base]) -> type[Base]:
     return found
 
 
-def import_function(name: str, path: str) -> Callable[..., Any]:
-    """Import a function; see `import_object`. Raise `ConfigError` if the object is not a function."""
-    found = import_object(name, path, inspect.isfunction)
-    if isinstance(found, type) or not callable(found):
-        raise ConfigError(
-            f"'{name}' must be the import path of a function, but {path!r} is of type {type(found).__name__}"
-        )
-    return found
-
-
 def import_callable(name: str, setting: str | ClassSetting) -> Callable[..., Any]:
     """Import a function, or construct a callable object from a class and its arguments.
 
@@ -64,7 +54,12 @@ def import_callable(name: str, setting: str | ClassSetting) -> Callable[..., Any
         ConfigError: If the function or the class cannot be imported, or if the class does not accept its arguments.
     """
     if isinstance(setting, str):
-        return import_function(name, setting)
+        found = import_object(name, setting, inspect.isfunction)
+        if isinstance(found, type) or not callable(found):
+            raise ConfigError(
+                f"'{name}' must be the import path of a function, but {setting!r} is of type {type(found).__name__}"
+            )
+        return found
     found = construct(name, setting, object)
     if not callable(found):
         raise ConfigError(

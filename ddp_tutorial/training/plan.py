@@ -122,7 +122,9 @@ def memory(config: TaskConfig, samples: int, ranks: int = 1) -> dict[str, int]:
             loss_of(config)(model, batch)
     parameters = sum(parameter.numel() for parameter in model.parameters())
     if config.strategy == "pipeline":
-        held = max((rank["memory"] for rank in stages_of_ranks(config, samples, ranks)), key=_total)
+        held = max(
+            (rank["memory"] for rank in stages_of_ranks(config, samples, ranks)), key=lambda held: sum(held.values())
+        )
     else:
         span = mesh_of(config, ranks).span
         # with local steps, each rank also stores the full model
@@ -131,7 +133,7 @@ def memory(config: TaskConfig, samples: int, ranks: int = 1) -> dict[str, int]:
         held |= {"gathered": bytes_gathered(kind, model) if span > 1 else 0, "activations": kept.nbytes}
     if config.strategy == "diloco":
         held["outer"] = 8 * parameters  # the weights at the start of the round, and the velocity
-    return {"parameters": parameters, **held, "total": _total(held)}
+    return {"parameters": parameters, **held, "total": sum(held.values())}
 
 
 def stages_of_ranks(config: TaskConfig, samples: int, ranks: int) -> list[dict[str, Any]]:
@@ -175,10 +177,6 @@ def optimizer_bytes(config: TrainConfig) -> int:
     optimizer.step()
     kept = [value for state in optimizer.state.values() for value in state.values() if torch.is_tensor(value)]
     return sum(tensor.nbytes for tensor in kept) // model.weight.numel()
-
-
-def _total(held: Mapping[str, int]) -> int:
-    return sum(held.values())
 
 
 def step_bytes_sent(config: TaskConfig, parameters: int, ranks: int, micro_batches: int) -> int:
@@ -236,7 +234,7 @@ def as_text(found: Mapping[str, Any]) -> str:
     ]
     if stages:
         of_ranks = [
-            f"rank {place}: {rank['parameters']:,} parameters, {format_bytes(_total(rank['memory']))}, sends "
+            f"rank {place}: {rank['parameters']:,} parameters, {format_bytes(sum(rank['memory'].values()))}, sends "
             f"{format_bytes(rank['sent'])}"
             for place, rank in enumerate(stages)
         ]

@@ -110,11 +110,6 @@ def with_batch_size(config: TaskConfig, ranks: int) -> TaskConfig:
     return config.model_copy(update={"batch_size": total, "per_device_train_batch_size": None})
 
 
-def is_readable(config: TaskConfig) -> bool:
-    """Return whether the samples can be read without writing a cache of the corpus or of its tokens."""
-    return is_cached(config.corpus) and (config.has_tokens or config.tokenizer == BYTES)
-
-
 def task_of(config: TaskConfig) -> Task:
     """Return the task that `config` specifies by name or import path. Raise `ConfigError` if there is no such task."""
     if config.task in TASKS:
@@ -177,7 +172,9 @@ def check_start(config: TaskConfig, ranks: int) -> tuple[TaskConfig, float | Non
     load_tokenizer(config.tokenizer)
     check_world(config, ranks)
     config = with_batch_size(config, ranks)
-    if not is_readable(config):
+    # Otherwise, reading the samples would write a cache of the corpus or of its tokens.
+    is_readable = is_cached(config.corpus) and (config.has_tokens or config.tokenizer == BYTES)
+    if not is_readable:
         require_no_epochs(config)
         return config, None
     train, _ = samples_of(config, World())
