@@ -1,8 +1,10 @@
 """Popular trainers on the same work, in the same ranks."""
 
+import sys
 from collections import Counter
 from dataclasses import replace
 from itertools import islice
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -10,6 +12,7 @@ import torch
 from torch.utils.data import DataLoader
 
 from ddp_tutorial.peers import NAMES, Outcome, Work, digits, gpt, perceptron, resume_with, stories, train_with
+from ddp_tutorial.peers import plain as plain_torch
 from ddp_tutorial.processes.launcher import launch
 from ddp_tutorial.world import World
 
@@ -30,24 +33,42 @@ Outcomes = dict[str, Outcome]
 Runs = dict[str, tuple[Outcome, Outcome]]  # trainer -> uninterrupted, resumed
 
 
-def all_work(world: World) -> tuple[Outcomes, Outcomes, Outcomes, dict[str, Runs]]:
+def error_of_a_trainer_that_starts_over(world: World) -> str:
+    def train(world: World, work: Work) -> Any:
+        return plain_torch.train(world, replace(work, resume=False))
+
+    sys.modules["ddp_tutorial.peers.forgetful"] = SimpleNamespace(train=train)  # type: ignore[assignment]
+    try:
+        resume_with(world, ["forgetful"], perceptron(), 12)
+    except AssertionError as error:
+        return str(error)
+    return "no error"
+
+
+def all_work(world: World) -> tuple[Outcomes, Outcomes, Outcomes, dict[str, Runs], str]:
     """Run everything in one launch, because importing the trainers takes several seconds on each rank."""
     return (
         train_with(world, NAMES, gpt(steps=8)),
         train_with(world, NAMES, stories(steps=8)),
         train_with(world, ["plain", "ours", "fabric"], digits(steps=6)),
         {situation: resume_with(world, NAMES, work, after) for situation, (work, after) in SITUATIONS.items()},
+        error_of_a_trainer_that_starts_over(world),
     )
 
 
 @pytest.fixture(scope="module")
-def results() -> list[tuple[Outcomes, Outcomes, Outcomes, dict[str, Runs]]]:
+def results() -> list[tuple[Outcomes, Outcomes, Outcomes, dict[str, Runs], str]]:
     return launch(all_work, 2, device="cpu", threads=1, echo=False, timeout=500)
 
 
 @pytest.fixture(scope="module")
 def ranks(results: list[Any]) -> list[dict[str, Runs]]:
     return [of_rank[3] for of_rank in results]
+
+
+def distance(one: Outcome, other: Outcome) -> float:
+    """Return the largest absolute difference between corresponding weights."""
+    return max(float((one.weights[name] - each).abs().max()) for name, each in other.weights.items())
 
 
 def one_process(work: Work, batch_size: int) -> Outcome:
@@ -67,7 +88,7 @@ def one_process(work: Work, batch_size: int) -> Outcome:
 def test_on_even_batches_all_trainers_equal_plain_torch(results: list[Any]) -> None:
     ranks = [of_rank[0] for of_rank in results]
     plain = ranks[0]["plain"]
-    distances = {name: [rank[name].distance(plain) for rank in ranks] for name in NAMES}
+    distances = {name: [distance(rank[name], plain) for rank in ranks] for name in NAMES}
     exact = {name for name, found in distances.items() if found == [0.0, 0.0]}
     assert {"plain", "ours", "fabric", "lightning"} <= exact, distances
     # Accelerate, and so Hugging Face's Trainer, give other samples of the same step to a rank: sums in another order.
@@ -81,7 +102,7 @@ def test_on_even_batches_all_trainers_equal_plain_torch(results: list[Any]) -> N
 def test_only_global_token_counts_give_the_right_gradient_if_ragged(results: list[Any]) -> None:
     work = stories(steps=8)
     ranks, one = [of_rank[1] for of_rank in results], one_process(work, 2 * work.per_rank)
-    distances = {name: max(rank[name].distance(one) for rank in ranks) for name in NAMES}
+    distances = {name: max(distance(rank[name], one) for rank in ranks) for name in NAMES}
     close = {name for name, found in distances.items() if found < 1e-4}
     assert close == {"ours", "huggingface"}, distances
     assert all(found > 1e-3 for name, found in distances.items() if name not in close), distances
@@ -89,14 +110,14 @@ def test_only_global_token_counts_give_the_right_gradient_if_ragged(results: lis
 
 def test_only_this_package_keeps_batch_norm_equal_on_all_ranks(results: list[Any]) -> None:
     first, second = (of_rank[2] for of_rank in results)
-    apart = {name: second[name].distance(first[name]) for name in first}
+    apart = {name: distance(second[name], first[name]) for name in first}
     assert apart["ours"] == 0.0
     assert apart["plain"] == apart["fabric"] > 0.0, apart
 
 
 def exact(ranks: list[dict[str, Runs]], situation: str) -> set[str]:
     """Return the trainers whose resumed runs are bitwise identical on both ranks."""
-    return {name for name in NAMES if all(again.distance(whole) == 0 for whole, again in both(ranks, situation, name))}
+    return {name for name in NAMES if all(distance(again, whole) == 0 for whole, again in both(ranks, situation, name))}
 
 
 def both(ranks: list[dict[str, Runs]], situation: str, name: str) -> list[tuple[Outcome, Outcome]]:
@@ -114,6 +135,15 @@ def rest_of_the_epoch(ranks: list[dict[str, Runs]], situation: str, name: str) -
 
 def test_all_trainers_resume_weights_optimizer_and_schedule(ranks: list[dict[str, Runs]]) -> None:
     assert exact(ranks, "at the end of an epoch") == set(NAMES)
+
+
+def test_a_trainer_that_starts_over_is_not_taken_for_resumed(results: list[Any], ranks: list[dict[str, Runs]]) -> None:
+    error = "forgetful did not resume after step 12: it took 20 steps"
+    assert [of_rank[4] for of_rank in results] == [error, error]
+    for situation, (work, after) in SITUATIONS.items():
+        for name in NAMES:
+            for whole, again in both(ranks, situation, name):
+                assert [len(whole.seen), len(again.seen)] == [work.steps, work.steps - after], (situation, name)
 
 
 def test_half_of_the_trainers_resume_random_numbers(
@@ -145,5 +175,5 @@ def test_half_of_the_trainers_repeat_samples_when_resuming_mid_epoch(ranks: list
 def test_only_this_package_and_hugging_face_resume_bitwise_identically(ranks: list[dict[str, Runs]]) -> None:
     assert exact(ranks, "all of it") == {"ours", "huggingface"}
     for name in NAMES:
-        distances = [again.distance(whole) for whole, again in both(ranks, "all of it", name)]
+        distances = [distance(again, whole) for whole, again in both(ranks, "all of it", name)]
         assert max(distances) == 0 or min(distances) > 1e-3, f"{name}: {distances}"

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils.data import Dataset
 
 from ddp_tutorial.peers.work import Batch, Work
@@ -40,10 +41,6 @@ class Outcome:
     losses: list[float] = field(default_factory=list)
     seen: list[list[int]] = field(default_factory=list)
 
-    def distance(self, other: "Outcome") -> float:
-        """Return the largest absolute difference between corresponding weights, or 0.0 if all weights are equal."""
-        return max(float((self.weights[name] - each).abs().max()) for name, each in other.weights.items())
-
 
 def train_with(world: World, names: Sequence[str], work: Work) -> dict[str, Outcome]:
     """Train with each trainer, and return the outcomes by name. Collective.
@@ -66,21 +63,23 @@ def resume_with(world: World, names: Sequence[str], work: Work, after: int) -> d
 
     Returns:
         The outcomes of the first and the third run, by name. The third run's `seen` starts with step `after` + 1.
+
+    Raises:
+        AssertionError: If a trainer does not resume after step `after`, for example because it starts over.
     """
     outcomes = {}
     for name in names:
-        whole = _Watch()
         with _shared_folder(world):
-            uninterrupted = _train(world, name, whole.watching(work))
+            uninterrupted = _train_watched(world, name, work)
         with _shared_folder(world):
-            saving, rest = replace(work, save_after=after), _Watch()
+            saving = replace(work, save_after=after)
             with suppress(_KilledError):
-                _train(world, name, _Watch(killed_after=after).watching(saving))
+                _train_watched(world, name, saving, killed_after=after)
                 raise AssertionError(f"{name} was not killed after step {after}")
-            resumed = _train(world, name, rest.watching(replace(saving, resume=True)))
-        # Exclude the calls before the first step, in which this package checks the loss and warms up DDP.
-        uninterrupted = replace(uninterrupted, seen=whole.seen[-work.steps :])
-        outcomes[name] = uninterrupted, replace(resumed, seen=rest.seen[after - work.steps :])
+            resumed = _train_watched(world, name, replace(saving, resume=True))
+        if len(resumed.seen) != work.steps - after:
+            raise AssertionError(f"{name} did not resume after step {after}: it took {len(resumed.seen)} steps")
+        outcomes[name] = uninterrupted, resumed
     return outcomes
 
 
@@ -101,21 +100,29 @@ class _Numbered(Dataset[Batch]):
         return {**self.samples[index], "number": torch.tensor(index)}
 
 
-class _Watch:
-    """A recorder of the sample indices in each step. It raises an error in the step after step `killed_after`."""
+def _train_watched(world: World, name: str, work: Work, killed_after: int | None = None) -> Outcome:
+    """Train, and record the sample indices in each step. Raise `_KilledError` in the step after step `killed_after`.
 
-    def __init__(self, killed_after: int | None = None) -> None:
-        self.killed_after = killed_after
-        self.seen: list[list[int]] = []
+    Steps are counted by the optimizer, and only the last loss in a step is recorded, because this package also computes
+    losses before the first step, to check the loss function and to warm up DDP.
+    """
+    steps, seen = 0, list[list[int]]()
 
-    def watching(self, work: Work) -> Work:
-        def loss(model: Any, batch: Batch) -> tuple[Tensor, Any]:
-            if len(self.seen) == self.killed_after:
-                raise _KilledError
-            self.seen.append(batch["number"].tolist())
-            return work.loss(model, batch)
+    def finish_step(*_: Any) -> None:
+        nonlocal steps
+        steps += 1
 
-        return replace(work, samples=_Numbered(work.samples), loss=loss)
+    def loss(model: Any, batch: Batch) -> tuple[Tensor, Any]:
+        if steps == killed_after:
+            raise _KilledError
+        seen[steps:] = [batch["number"].tolist()]
+        return work.loss(model, batch)
+
+    hook = register_optimizer_step_post_hook(finish_step)
+    try:
+        return replace(_train(world, name, replace(work, samples=_Numbered(work.samples), loss=loss)), seen=seen)
+    finally:
+        hook.remove()
 
 
 @contextmanager

@@ -92,10 +92,6 @@ class Work:
 
         return torch.optim.lr_scheduler.LambdaLR(optimizer, factor)
 
-    def first(self, count: int) -> "Work":
-        """Return the same run with only the first `count` samples."""
-        return replace(self, samples=Subset(self.samples, range(count)))
-
 
 def digits(steps: int = 40, per_rank: int = 16) -> Work:
     """Return a run that trains the CNN of `examples/digits.py`. BatchNorm uses only each rank's own samples."""
@@ -124,7 +120,7 @@ def perceptron(steps: int = 20, per_rank: int = 4, *, dropout: float = 0.0) -> W
         torch.manual_seed(0)
         return nn.Sequential(nn.Flatten(), nn.Linear(64, 32), nn.ReLU(), nn.Dropout(dropout), nn.Linear(32, 10))
 
-    return replace(work, model=model).first(64)
+    return replace(work, model=model, samples=Subset(work.samples, range(64)))
 
 
 def gpt(
