@@ -10,7 +10,7 @@ import sys
 from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
-from multiprocessing import get_context
+from multiprocessing import active_children, get_context
 from pathlib import Path
 from typing import Any
 
@@ -88,8 +88,8 @@ def test_one_violated_requirement_is_reported(requirement: str) -> None:
 
 
 def test_the_report_says_if_there_was_no_small_disk() -> None:
-    found = measure_chaos(0, fills=1, two_nodes=0, mount=_refused)
-    assert found["attempts"]["limit"] == 1
+    found = measure_chaos(0, fills=1, two_nodes=1, mount=_refused)
+    assert (found["attempts"]["limit"], found["attempts"]["two nodes"]) == (1, 1)
     assert found["full_disk"]["by"] == "a file size limit"
     assert found["full_disk"]["not_possible"] == "a full disk was not tested: not here"
     assert is_good(found)
@@ -135,6 +135,16 @@ def test_a_run_that_hangs_is_reported_with_its_stack(here: Path, monkeypatch: py
     monkeypatch.setattr(attempts, "TIME_LIMIT", 0.1)
     with pytest.raises(RuntimeError, match=r"mine timed out after 0.1 s. Injected failures: none"):
         run_attempt(config_of("mine"))
+
+
+def test_an_interrupted_attempt_leaves_no_rank(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupt(seconds: float) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(attempts.time, "sleep", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        run_attempt(config_of("mine"))
+    assert active_children() == []
 
 
 def test_a_process_that_outlives_its_run_is_counted(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -207,21 +207,22 @@ def run_attempt(
             )
             for rank in range(RANKS)
         ]
-        for rank in ranks:
-            rank.start()
-        deadline, late = time.monotonic() + TIME_LIMIT, False
-        while any(rank.is_alive() for rank in ranks):
-            # Kill the ranks that wait for a failed rank, as a launcher would. Ranks that reject a config exit anyway.
-            failed = any(rank.exitcode not in {None, 0, REFUSED} for rank in ranks)
+        deadline, late, failed = time.monotonic() + TIME_LIMIT, False, False
+        try:
+            for rank in ranks:
+                rank.start()
+            while any(rank.is_alive() for rank in ranks) and not (failed or late):
+                time.sleep(0.01)
+                failed = any(rank.exitcode not in {None, 0, REFUSED} for rank in ranks)
+                late = time.monotonic() > deadline
             if failed:
                 time.sleep(0.05)
-            late = time.monotonic() > deadline
-            if failed or late:
-                for rank in ranks:
+        finally:
+            # Kill the ranks that wait for a failed rank, as a launcher would. Ranks that reject a config exit anyway.
+            for rank in ranks:
+                if rank.is_alive():
                     rank.kill()
-            time.sleep(0.01)
-        for rank in ranks:
-            rank.join()
+                    rank.join()
         codes = [rank.exitcode for rank in ranks]
         hits = [json.loads(note.read_text()) for note in notes.glob("hit.*")]
         refused = {int(note.suffix[1:]): note.read_text() for note in notes.glob("refused.*")}

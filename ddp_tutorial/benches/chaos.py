@@ -50,8 +50,7 @@ ROOM = 64 << 10  # the maximum number of free bytes on a full disk, so that a wr
 FAULTS: dict[How, float] = {"kill": 0.75, "fail": 0.25}  # probabilities if the disk does not fill up
 
 # The locations of the run's files on two nodes that do not share a folder.
-Nodes = Literal["no files", "all files on the first", "all files on the second", "a copy on the second"]
-NODES: list[Nodes] = ["all files on the second", "all files on the first", "a copy on the second", "no files"]
+NODES = ["all files on the second", "all files on the first", "a copy on the second", "no files"]
 
 
 def measure_chaos(
@@ -249,7 +248,7 @@ class _Chaos:
         checkpoints = RUNS / name / CHECKPOINTS
         for _ in range(MAX_ATTEMPTS):
             done = self.tally.attempts[counted]
-            if self.tally.attempts["two nodes"] < min(two_nodes, two_nodes * (done + 1) // limit):
+            if self.tally.attempts["two nodes"] < min(two_nodes, two_nodes * (done + 1) // max(1, limit)):
                 self._two_nodes(config)
             self.tally.resumed += latest(checkpoints) is not None
             attempt = self._attempt(config) if done < limit else self._without_failure(config)
