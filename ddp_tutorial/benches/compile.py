@@ -23,6 +23,7 @@ import torch.distributed as dist
 from ddp_tutorial.benches import Samples, report
 from ddp_tutorial.benches.overhead import bare_loop, reporting
 from ddp_tutorial.ddp.config import CompileConfig
+from ddp_tutorial.environment import variables_restored
 from ddp_tutorial.experiments.arms import make_step, medians, run_interleaved
 from ddp_tutorial.processes.launcher import launch
 from ddp_tutorial.training.config import ModelConfig, TaskConfig
@@ -48,7 +49,8 @@ def measure(repeats: int) -> dict[str, Any]:
         with _empty_cache():
             samples[f"{arm}_first_step_cold"] = [launch(_first_step, 2, arm, device="cpu", threads=1, echo=False)[0]]
     with _empty_cache():
-        launch(_first_step, 2, "ours_compiled", device="cpu", threads=1, echo=False)
+        for arm in _COMPILED:  # fill the cache
+            launch(_first_step, 2, arm, device="cpu", threads=1, echo=False)
         for _ in range(repeats):
             for arm in _COMPILED:
                 first = launch(_first_step, 2, arm, device="cpu", threads=1, echo=False)[0]
@@ -69,15 +71,9 @@ def measure(repeats: int) -> dict[str, Any]:
 @contextmanager
 def _empty_cache() -> Iterator[None]:
     """Use an empty inductor cache directory for the ranks that start inside the context."""
-    before = os.environ.get("TORCHINDUCTOR_CACHE_DIR")
-    with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory() as folder, variables_restored("TORCHINDUCTOR_CACHE_DIR"):
         os.environ["TORCHINDUCTOR_CACHE_DIR"] = folder
-        try:
-            yield
-        finally:
-            os.environ.pop("TORCHINDUCTOR_CACHE_DIR")
-            if before is not None:
-                os.environ["TORCHINDUCTOR_CACHE_DIR"] = before
+        yield
 
 
 def _make(arm: str, world: World) -> Step:
@@ -90,10 +86,7 @@ def _make(arm: str, world: World) -> Step:
 
 def _first_step(world: World, arm: str) -> float:
     """Return the first step's time in seconds, on the slowest rank. Collective."""
-    return _timed(_make(arm, world))
-
-
-def _timed(step: Step) -> float:
+    step = _make(arm, world)
     dist.barrier()
     start = time.monotonic()
     step()

@@ -79,11 +79,11 @@ def _load(world: World, folder: str, repeats: int) -> Samples:
 
     The arm `iterable` reads a stream from `datasets` with torch's DataLoader, as in the `datasets` documentation.
     """
-    with chdir(folder):
-        sources, iterable = _sources(world), _iterable(world)
-    arms: dict[str, Callable[[], object]] = {kind: partial(next, source) for kind, source in sources.items()}
-    arms["iterable"] = partial(next, iterable)
-    turns = run_interleaved(world, arms, _LOADED // BATCH, repeats)
+    with chdir(folder):  # also for the first batches, because `iterable` creates its files before its first batch
+        sources = _sources(world)
+        arms: dict[str, Callable[[], object]] = {kind: partial(next, source) for kind, source in sources.items()}
+        arms["iterable"] = partial(next, _iterable(world))
+        turns = run_interleaved(world, arms, _LOADED // BATCH, repeats)
     samples = {f"load_{name}": [BATCH / turn["step"] for turn in taken] for name, taken in turns.items()}
     for source in sources.values():
         source.close()

@@ -1,0 +1,38 @@
+"""The benchmarks: equal conditions for all arms, and no files outside their temporary folders."""
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ddp_tutorial.benches import compile as compile_bench
+from ddp_tutorial.benches import sources
+from ddp_tutorial.world import World
+
+
+def test_each_arm_finds_its_own_compiled_files_in_the_cache(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An arm does not use the files that a different arm has compiled."""
+    compiled: dict[str, list[str]] = {}
+
+    def launched(fn: Any, size: int, *arm: str, **_: Any) -> list[Any]:
+        compiled.setdefault(os.environ["TORCHINDUCTOR_CACHE_DIR"], []).extend(arm)
+        return [1.0] if arm else [dict.fromkeys(("ours_step", "bare_step", *steps), 1.0)]
+
+    steps = ("ours_compiled_step", "bare_compiled_step")
+    monkeypatch.setattr(compile_bench, "launch", launched)
+    compile_bench.measure(5)
+    *cold, cached = compiled.values()
+    assert cold == [["ours_compiled"], ["bare_compiled"]]
+    assert cached == 6 * ["ours_compiled", "bare_compiled"], "once to fill the cache, and five times to measure"
+
+
+def test_the_source_benchmark_writes_only_to_its_folder(
+    workdir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sources, "_LOADED", sources.BATCH)
+    folder = tmp_path / "of the benchmark"
+    folder.mkdir()
+    found = sources._load(World(), str(folder), 1)
+    assert set(found) == {"load_iterable", *(f"load_{kind}" for kind in sources.KINDS)}
+    assert list(workdir.iterdir()) == []
