@@ -132,6 +132,7 @@ def assert_refused_in_one_line(done: subprocess.CompletedProcess[str], told: str
         (("export", "runs/gone", "out"), "there is no run named 'runs/gone'"),
         (("stop", "runs/gone"), "there is no run named 'runs/gone'"),
         (("bench", "lunch"), "unknown benchmark 'lunch'. Did you mean 'launch'?"),
+        (("bench", "hang"), "unknown benchmark 'hang'. Did you mean 'hangs'?"),
     ],
 )
 def test_a_mistake_is_reported_in_one_line_and_writes_nothing(arguments: tuple[str, ...], told: str) -> None:

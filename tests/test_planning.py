@@ -241,6 +241,8 @@ def test_plans_with_impossible_degrees_are_rejected() -> None:
         Plan("ddp", 8, tensor=8, pipeline=2)
     with pytest.raises(ValueError, match="at least 1"):
         Plan("ddp", 8, micro_batch=0)
+    with pytest.raises(ValueError, match="at least 1"):
+        Plan("hsdp", 64, shard=-8)
     with pytest.raises(ValueError, match="use 'zero1'"):
         Plan("hsdp", 64, pipeline=2)
 
@@ -359,6 +361,8 @@ def test_the_command_prints_the_comparison() -> None:
         (("gpt-2", "layers=0"), "error: 'layers' must be a whole number of at least 1, got '0'"),
         (("gpt-2", "gated=3"), "error: 'gated' must be true or false, got '3'"),
         (("gpt-2", "heads=7"), "error: 'width' must be a multiple of 'heads'"),
+        (("gpt-2", "--batch", "inf"), "error: '--batch' must be a finite number, got inf"),
+        (("gpt-2", "--tokens", "nan"), "error: '--tokens' must be a finite number, got nan"),
         (("gpt-2", "--devices", "512", "--batch", "1024"), "error: no plan has a global batch of about 1,024 tokens"),
     ],
 )

@@ -28,6 +28,7 @@ NAMES = [
     "ranks",
     "peers",
 ]
+CHECKS = ["chaos", "restarts", "hangs"]  # benchmarks that can fail; each has its own function and report
 
 # The values of each arm, one per repeat.
 Samples = dict[str, list[float]]
@@ -42,7 +43,7 @@ def run_bench(name: str, repeats: int) -> dict[str, Any]:
     from ddp_tutorial.config import ConfigError, did_you_mean
 
     if name not in NAMES:
-        raise ConfigError(f"unknown benchmark {name!r}.{did_you_mean(name, NAMES)}")
+        raise ConfigError(f"unknown benchmark {name!r}.{did_you_mean(name, [*NAMES, *CHECKS])}")
     measured: dict[str, Any] = importlib.import_module(f"{__name__}.{name}").measure(repeats)
     return measured
 

@@ -1,6 +1,7 @@
 """Command that plans a run on many devices. The command predicts costs without starting the run."""
 
 import json
+import math
 from collections.abc import Iterable
 from dataclasses import asdict, fields, replace
 from typing import Any
@@ -69,6 +70,9 @@ def plan(
         rows = comparison.comparison()
         click.echo(json.dumps(_published(rows), indent=2) if as_json else comparison.as_text(rows))
         return
+    for option, value in (("--node-gbit", node_gbit), ("--batch", batch), ("--tokens", tokens), ("--price", price)):
+        if value is not None and not math.isfinite(value):
+            raise ConfigError(f"'{option}' must be a finite number, got {value}")
     if model is None:
         raise ConfigError(f"a model is required: specify one of {', '.join(_MODELS)}, or use --published")
     shaped, on = _model(model, shape), _network(_NETWORKS[network], node_gbit)

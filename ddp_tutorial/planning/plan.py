@@ -61,8 +61,8 @@ class Plan:
 
     def __post_init__(self) -> None:
         """Validate the fields."""
-        sizes = (self.devices, self.micro_batch, self.accumulation, self.tensor, self.pipeline, self.interleaving)
-        if min(sizes) < 1:
+        sizes = [self.devices, self.micro_batch, self.accumulation, self.tensor, self.pipeline, self.interleaving]
+        if min(sizes) < 1 or (self.shard is not None and self.shard < 1):
             raise ValueError(f"all numbers in a plan must be at least 1, got {self}")
         if self.devices % (self.tensor * self.pipeline):
             raise ValueError(
