@@ -1,5 +1,6 @@
 """Measure the training stall that a checkpoint causes, and the speed of writing the checkpoint to disk."""
 
+import itertools
 import json
 import os
 import tempfile
@@ -10,10 +11,11 @@ from typing import Any
 
 import torch
 
-from ddp_tutorial.benches import Samples, report
+from ddp_tutorial.benches import report
 from ddp_tutorial.checkpoint.checkpointer import Checkpointer
 from ddp_tutorial.checkpoint.components import Component
 from ddp_tutorial.checkpoint.manifest import MANIFEST, Manifest, checkpoint_name, latest, sha256_of_json
+from ddp_tutorial.experiments.arms import alternate, seconds_of
 from ddp_tutorial.world import World
 
 WIDTH, LAYERS = 1024, 12  # a model of 50 MB; 150 MB with AdamW's state
@@ -31,18 +33,16 @@ def measure(repeats: int) -> dict[str, Any]:
         saver = Checkpointer(folder / "sync", parts, World())
         background = Checkpointer(folder / "background", parts, World(), background=True)
         many = _thousand(folder / "many")
-        arms: dict[str, Callable[[int], float]] = {
-            "sync_save": lambda step: _timed(lambda: saver.save(step)),
-            "async_stall": lambda step: _stall(background, step),
-            "torch_save": lambda step: _timed(lambda: _torch_save(parts, folder / "plain.pt")),
-            "latest_of_1000": lambda step: _timed(lambda: latest(many)),
-        }
-        samples: Samples = {arm: [] for arm in arms}
-        for repeat in range(repeats + 1):
-            for arm in sorted(arms, reverse=bool(repeat % 2)):
-                seconds = arms[arm](repeat)
-                if repeat:  # the first repeat is a warm-up, which allocates memory and creates folders
-                    samples[arm].append(seconds)
+        steps = itertools.count()
+        samples = alternate(
+            {
+                "async_stall": lambda: _stall(background, next(steps)),
+                "latest_of_1000": lambda: _timed(lambda: latest(many)),
+                "sync_save": lambda: _save(saver, next(steps)),
+                "torch_save": lambda: _timed(lambda: _torch_save(parts, folder / "plain.pt")),
+            },
+            repeats,
+        )
     ratios = {
         "async_stall_vs_sync": ("async_stall", "sync_save"),
         "sync_bandwidth_vs_torch_save": ("torch_save", "sync_save"),  # the times are for the same bytes
@@ -60,9 +60,13 @@ def _parts() -> dict[str, Component]:
 
 def _timed(work: Callable[[], object]) -> float:
     os.sync()  # exclude earlier writes
-    start = time.perf_counter()
-    work()
-    return time.perf_counter() - start
+    return seconds_of(work)
+
+
+def _save(checkpointer: Checkpointer, step: int) -> float:
+    seconds = _timed(lambda: checkpointer.save(step))
+    checkpointer.close()  # otherwise, a thread would remove the old checkpoint while the next arm runs
+    return seconds
 
 
 def _stall(checkpointer: Checkpointer, step: int) -> float:
@@ -70,7 +74,9 @@ def _stall(checkpointer: Checkpointer, step: int) -> float:
     stalled = _timed(lambda: checkpointer.save(step))
     while checkpointer.is_writing:
         time.sleep(0.01)
-    return stalled + _timed(checkpointer.poll)
+    stalled += _timed(checkpointer.poll)
+    checkpointer.close()
+    return stalled
 
 
 def _torch_save(parts: dict[str, Component], path: Path) -> None:

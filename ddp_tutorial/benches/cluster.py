@@ -12,8 +12,8 @@ In these steps, the ranks sleep instead of computing.
 """
 
 import math
-import time
 from dataclasses import replace
+from functools import partial
 from statistics import median
 from typing import Any, NamedTuple
 
@@ -26,7 +26,7 @@ from ddp_tutorial.cluster import Cluster
 from ddp_tutorial.cluster.delay import parse_delay
 from ddp_tutorial.ddp.config import DDPConfig, LinkConfig
 from ddp_tutorial.ddp.link_model import LinkModel
-from ddp_tutorial.experiments.arms import by_repeat, idle, run_interleaved
+from ddp_tutorial.experiments.arms import alternate, by_repeat, idle, run_interleaved, seconds_on_rank
 from ddp_tutorial.experiments.scaling import StepModel, fit_step
 from ddp_tutorial.processes.launcher import launch
 from ddp_tutorial.world import World
@@ -127,11 +127,8 @@ def delays_in(nbytes: int, ranks: int) -> int:
     `ring` in gloo/allreduce.cc. A piece is sent only after the receiver has signaled that it is ready, so each piece
     incurs the link delay twice. Two pieces are in flight at a time, so each piece sent costs one delay on average.
     In each of two rounds, a rank sends all pieces except its own. On two ranks, a tensor of up to 4 MiB incurs 4
-    delays, and a 16 MiB tensor incurs 16 delays, regardless of the TCP window.
-
-    Args:
-        nbytes: The size of the tensor in bytes. The tensor must contain at least two elements per rank.
-        ranks: The number of ranks.
+    delays, and a 16 MiB tensor incurs 16 delays, regardless of the TCP window. The tensor must contain at least two
+    elements per rank.
     """
     pieces = max(2 * ranks, math.ceil(nbytes / _PIECE))
     pieces = ranks * math.ceil(pieces / ranks)
@@ -162,27 +159,17 @@ def _measure(world: World, setups: dict[str, Setup], repeats: int) -> Measured:
     turns = run_interleaved(world, {name: each or idle for name, each in arms.items()}, _STEPS, repeats * _TURNS)
     steps = {name: by_repeat(taken, repeats) for name, taken in turns.items()}
     all_reduces: dict[int, list[float]] = {}
+    buckets: list[int] = []
     if "slow" in setups:  # on one host, to fit the model
-        tensors = {nbytes: torch.zeros(nbytes // 4) for nbytes in _FIT_SIZES}
-        calls = {nbytes: lambda tensor=tensor: dist.all_reduce(tensor) for nbytes, tensor in tensors.items()}
+        calls = {nbytes: partial(dist.all_reduce, torch.zeros(nbytes // 4)) for nbytes in _FIT_SIZES}
         reduced = run_interleaved(world, calls, 1, repeats)
         all_reduces = {nbytes: [turn["step"] for turn in taken] for nbytes, taken in reduced.items()}
-    ours: Any = arm_of(Setup(world.size, BATCH, ddp=_BUCKETS), world)
-    buckets = [bucket.buffer.nbytes for bucket in ours.step.strategy.model.buckets]
+        slow: Any = arms["slow"]
+        buckets = [bucket.buffer.nbytes for bucket in slow.step.strategy.model.buckets]
     return Measured(steps, all_reduces, sum(buckets), len(buckets))
 
 
 def _all_reduces(world: World, repeats: int) -> dict[int, list[float]]:
-    """Return this rank's all-reduce times in seconds, one per repeat, by tensor size in bytes. Collective.
-
-    The first call is a warm-up and is not recorded.
-    """
-    tensors = {nbytes: torch.zeros(nbytes // 4) for nbytes in SIZES.values()}
-    taken: dict[int, list[float]] = {nbytes: [] for nbytes in tensors}
-    for _ in range(repeats + 1):
-        for nbytes, tensor in tensors.items():
-            dist.barrier()
-            began = time.perf_counter()
-            dist.all_reduce(tensor)
-            taken[nbytes].append(time.perf_counter() - began)
-    return {nbytes: seconds[1:] for nbytes, seconds in taken.items()}
+    """Return this rank's all-reduce times in seconds, one per repeat, by tensor size in bytes. Collective."""
+    calls = {nbytes: partial(dist.all_reduce, torch.zeros(nbytes // 4)) for nbytes in SIZES.values()}
+    return alternate({nbytes: partial(seconds_on_rank, call) for nbytes, call in calls.items()}, repeats)

@@ -23,6 +23,7 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch.distributed as dist
@@ -32,7 +33,7 @@ from ddp_tutorial.benches import Samples, report
 from ddp_tutorial.debug.checks import checking, default_detectors
 from ddp_tutorial.debug.fingerprints import fingerprinted
 from ddp_tutorial.debug.hangs import watching
-from ddp_tutorial.experiments.arms import make_step
+from ddp_tutorial.experiments.arms import alternate, make_step
 from ddp_tutorial.processes.launcher import launch
 from ddp_tutorial.training.config import ModelConfig, TaskConfig
 from ddp_tutorial.world import World
@@ -145,19 +146,18 @@ def _turns(triples: Sequence[Triple]) -> list[Sequence[Triple]]:
 def _alternate(world: World, config: TaskConfig, size: Size, repeats: int) -> Samples:
     """Return each arm's step times in seconds, one per repeat. Collective.
 
-    The order of the arms is reversed after each round. A detector is attached only during the turns of its own arm.
+    A detector is attached only during the turns of its own arm.
     """
     step = make_step(config, world)
     attached = _attached(world, step)
-    taken: dict[str, list[list[float]]] = {arm: [] for arm in size.arms}
-    for number in range(repeats * size.turns + 1):
-        for arm in size.arms[:: -1 if number % 2 else 1]:
-            with attached(arm):
-                for _ in range(_FIRST):
-                    step()
-                seconds = [_timed(step)[0] for _ in range(_STEPS)]
-            if number:  # the first turn is a warm-up, which allocates memory
-                taken[arm].append(seconds)
+
+    def turn(arm: str) -> list[float]:
+        with attached(arm):
+            for _ in range(_FIRST):
+                step()
+            return [_timed(step)[0] for _ in range(_STEPS)]
+
+    taken = alternate({arm: partial(turn, arm) for arm in size.arms}, repeats * size.turns)
     step.close()
     return {arm: [_of_a_step(each) for each in _cut(turns, repeats)] for arm, turns in taken.items()}
 

@@ -3,7 +3,6 @@
 The network is slow, and the ranks sleep instead of computing. The model is fitted to measurements on one and two hosts.
 """
 
-import time
 from collections.abc import Callable
 from functools import partial
 from statistics import median
@@ -14,7 +13,7 @@ import torch.distributed as dist
 from ddp_tutorial.benches import Samples
 from ddp_tutorial.cluster import Cluster
 from ddp_tutorial.ddp.config import DDPConfig
-from ddp_tutorial.experiments.arms import idle, run_interleaved
+from ddp_tutorial.experiments.arms import alternate, idle, run_interleaved, seconds_on_rank
 from ddp_tutorial.experiments.scaling import StepModel, fit_step
 from ddp_tutorial.experiments.sleeping import Sleeper, sleeping_step
 from ddp_tutorial.sharding.sources import SINGLE_PROCESS
@@ -54,15 +53,14 @@ def measure(repeats: int) -> tuple[Samples, dict[str, tuple[str, str]]]:
 def _one_and_two(world: World) -> dict[str | int, float]:
     """Return step times on one and two ranks, and all-reduce times by size in bytes, all in seconds. Collective."""
     alone = world.rank == 0
-    tensors = {nbytes: torch.zeros(nbytes // 4) for nbytes in _SIZES}
     arms: dict[str | int, Callable[[], object]] = {
         "alone": sleeping_step(SLEEPER, BATCH, SINGLE_PROCESS, _DDP) if alone else idle,
         "alone_small": sleeping_step(SLEEPER, SMALL_BATCH, SINGLE_PROCESS, _DDP) if alone else idle,
         "apart": sleeping_step(SLEEPER, BATCH // 2, SINGLE_PROCESS, _DDP),
         "two": sleeping_step(SLEEPER, BATCH, world, _DDP),
     }
-    for nbytes, tensor in tensors.items():
-        arms[nbytes] = partial(dist.all_reduce, tensor)
+    for nbytes in _SIZES:
+        arms[nbytes] = partial(dist.all_reduce, torch.zeros(nbytes // 4))
     return {
         name: median(turn["step"] for turn in turns) for name, turns in run_interleaved(world, arms, 1, _TURNS).items()
     }
@@ -75,14 +73,6 @@ def _fitted(at: dict[str | int, float]) -> StepModel:
 
 
 def _steps(world: World, repeats: int) -> list[float]:
-    """Return step times in seconds, measured from a barrier until this rank has the mean of all gradients. Collective.
-
-    The first step is a warm-up and is not recorded.
-    """
-    step, taken = sleeping_step(SLEEPER, BATCH, world, _DDP), []
-    for _ in range(repeats + 1):
-        dist.barrier()
-        began = time.perf_counter()
-        step()
-        taken.append(time.perf_counter() - began)
-    return taken[1:]
+    """Return the times in seconds until this rank has the mean of all gradients, one per repeat. Collective."""
+    step = sleeping_step(SLEEPER, BATCH, world, _DDP)
+    return alternate({"step": partial(seconds_on_rank, step)}, repeats)["step"]

@@ -1,32 +1,26 @@
 """Compare `launch` with `torch.multiprocessing.spawn`, for two ranks that form a process group and do nothing else."""
 
-import time
-from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch.distributed as dist
 import torch.multiprocessing
 
-from ddp_tutorial.benches import Samples, report
+from ddp_tutorial.benches import report
 from ddp_tutorial.benches.bare_rank import form_group_and_leave
+from ddp_tutorial.experiments.arms import alternate, seconds_of
 from ddp_tutorial.processes.launcher import launch
 
 
 def measure(repeats: int) -> dict[str, Any]:
     """Measure the time in seconds from the call until both ranks have exited."""
-    arms: dict[str, Callable[[], object]] = {"bare_spawn": _spawn_bare, "launch": _launch_nothing}
-    samples: Samples = {name: [] for name in arms}
-    for arm in arms.values():  # a warm-up, which fills the file cache
-        arm()
-    for repeat in range(repeats):
-        for name in sorted(arms, reverse=bool(repeat % 2)):  # alternate the order
-            start = time.perf_counter()
-            arms[name]()
-            samples[name].append(time.perf_counter() - start)
+    arms = {"bare_spawn": _spawn_bare, "launch": launch_nothing}
+    samples = alternate({name: partial(seconds_of, arm) for name, arm in arms.items()}, repeats)
     return report("launch", samples, "s", {"launch_vs_bare_spawn": ("launch", "bare_spawn")})
 
 
-def _launch_nothing() -> None:
+def launch_nothing() -> None:
+    """Launch two ranks that form a process group and exit."""
     launch(lambda world: None, 2, device="cpu", threads=1, echo=False)
 
 

@@ -82,7 +82,7 @@ def _alternate(world: World, config: TaskConfig, steps: int) -> dict[str, float]
         turns = run_interleaved(world, arms, config.log_every, steps // config.log_every)
         for trainer in trainers.values():
             trainer.log.close()
-    return {name: tokens / medians(turns)[name]["step"] for name in arms}
+    return {name: tokens / median["step"] for name, median in medians(turns).items()}
 
 
 def _observed(trainer: Trainer) -> Callable[[], None]:

@@ -9,9 +9,11 @@ trainer with `ddp.shared_memory`, for two ranks on one host.
 """
 
 import statistics
+from functools import partial
 from typing import Any
 
 from ddp_tutorial.benches import Samples, report
+from ddp_tutorial.experiments.arms import alternate
 from ddp_tutorial.peers import NAMES, gpt, train_with
 from ddp_tutorial.peers.work import Work
 from ddp_tutorial.processes.launcher import launch
@@ -61,10 +63,8 @@ def _in_turn(world: World, work: Work, repeats: int) -> Samples:
 
     Each trainer's first turn is a warm-up, which imports the trainer's modules.
     """
-    rates: Samples = {name: [] for name in _ARMS}
-    for number in range(repeats + 1):
-        for name in _ARMS[:: -1 if number % 2 else 1]:
-            outcome = train_with(world, [name], work)[name]
-            if number:
-                rates[name].append(world.size * work.per_rank / outcome.seconds)
-    return rates
+
+    def rate(name: str) -> float:
+        return world.size * work.per_rank / train_with(world, [name], work)[name].seconds
+
+    return alternate({name: partial(rate, name) for name in _ARMS}, repeats)

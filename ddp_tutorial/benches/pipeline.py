@@ -11,18 +11,19 @@ balance of the stages. The prediction for the GPT uses each stage's measured dur
 import statistics
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe, ScheduleInterleaved1F1B
 
 from ddp_tutorial.benches import Samples, report
 from ddp_tutorial.collectives import all_gather
+from ddp_tutorial.experiments.arms import run_interleaved
 from ddp_tutorial.pipeline.config import Name, PipelineConfig
 from ddp_tutorial.pipeline.parallel import Pipeline
-from ddp_tutorial.pipeline.schedules import simulate, table_of
+from ddp_tutorial.pipeline.schedules import Timed, simulate, table_of
 from ddp_tutorial.pipeline.stages import even_splits, split_into_stages
 from ddp_tutorial.processes.launcher import launch
 from ddp_tutorial.training.gpt import GPT, next_token_loss
@@ -100,7 +101,8 @@ def _sleeping(world: World, repeats: int) -> Samples:
         calls[f"{arm}_measured"] = lambda pipeline=pipeline: pipeline.backward(batches)  # type: ignore[misc]
         calls[f"{arm}_torch"] = _torchs(world, schedule, config.stages, costs)
         samples[f"{arm}_predicted"] = [simulate(table_of(config), *costs).makespan] * repeats
-    return samples | _take_turns(world, calls, repeats)
+    turns = run_interleaved(world, calls, 1, repeats)
+    return samples | {name: [turn["step"] for turn in taken] for name, taken in turns.items()}
 
 
 def _sleepers(stages: int, costs: tuple[float, float]) -> nn.Sequential:
@@ -138,41 +140,35 @@ def _real(world: World, repeats: int) -> Samples:
     """
     draw = torch.Generator().manual_seed(0)
     batches = [{"tokens": torch.randint(0, 256, (4, 65), generator=draw)} for _ in range(MICRO_BATCHES)]
-    pipelines = {}
+    pipelines: dict[str, Pipeline] = {}
     for schedule, per_rank in SCHEDULES:
         torch.manual_seed(0)
         config = PipelineConfig(ranks=world.size, schedule=schedule, per_rank=per_rank, micro_batches=MICRO_BATCHES)
         model = GPT(layers=8, heads=4, width=128, context=64)
         pipelines[f"real_{schedule}_on_{world.size}"] = Pipeline(model, world, next_token_loss, config)
-    samples: Samples = {f"{arm}_{what}": [] for arm in pipelines for what in ("predicted", "measured")}
-    for _ in range(repeats + 1):
-        for arm, pipeline in pipelines.items():
-            samples[f"{arm}_measured"] += _take_turns(world, {arm: lambda p=pipeline: p.backward(batches)}, 1)[arm]  # type: ignore[misc]
-            ran = [timed for rank in all_gather(world, pipeline.runner.ran) for timed in rank]
-            forward, backward = (
-                [
-                    statistics.median(t.end - t.start for t in ran if t.action[:2] == (kind, stage))
-                    for stage in range(pipeline.config.stages)
-                ]
-                for kind in "FB"
-            )
-            samples[f"{arm}_predicted"].append(simulate(table_of(pipeline.config), forward, backward).makespan)
-    return {name: values[1:] for name, values in samples.items()}  # the first step is a warm-up
+    ran: dict[str, list[list[Timed]]] = {arm: [] for arm in pipelines}
+
+    def step(arm: str) -> None:
+        pipelines[arm].backward(batches)
+        ran[arm].append(pipelines[arm].runner.ran)
+
+    turns = run_interleaved(world, {arm: partial(step, arm) for arm in pipelines}, 1, repeats)
+    samples: Samples = {}
+    for arm, pipeline in pipelines.items():
+        steps = ran[arm][1:]  # the first step is a warm-up
+        samples[f"{arm}_predicted"] = [_predicted(world, pipeline.config, timed) for timed in steps]
+        samples[f"{arm}_measured"] = [turn["step"] for turn in turns[arm]]
+    return samples
 
 
-def _take_turns(world: World, calls: dict[str, Callable[[], object]], repeats: int) -> Samples:
-    """Return each call's durations in seconds, measured until the last rank is done. The calls alternate. Collective.
-
-    If there are several calls, the first round is a warm-up and is not recorded.
-    """
-    taken: Samples = {name: [] for name in calls}
-    for number in range(repeats + (1 if len(calls) > 1 else 0)):
-        for name, call in calls.items():
-            dist.barrier()
-            start = time.monotonic()
-            call()
-            seconds = torch.tensor(time.monotonic() - start, dtype=torch.float64)
-            dist.all_reduce(seconds, op=dist.ReduceOp.MAX)
-            if number or len(calls) == 1:
-                taken[name].append(float(seconds))
-    return taken
+def _predicted(world: World, config: PipelineConfig, ran: list[Timed]) -> float:
+    """Return the makespan of the schedule with the median durations of each stage's passes in one step. Collective."""
+    timed = [each for rank in all_gather(world, ran) for each in rank]
+    forward, backward = (
+        [
+            statistics.median(t.end - t.start for t in timed if t.action[:2] == (kind, stage))
+            for stage in range(config.stages)
+        ]
+        for kind in "FB"
+    )
+    return simulate(table_of(config), forward, backward).makespan

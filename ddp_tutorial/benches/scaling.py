@@ -15,7 +15,6 @@ from ddp_tutorial.ddp.config import DDPConfig
 from ddp_tutorial.environment import cores
 from ddp_tutorial.experiments.arms import Arm, by_repeat, idle, run_interleaved
 from ddp_tutorial.processes.launcher import launch
-from ddp_tutorial.sharding.config import SourceConfig, SourceKind
 from ddp_tutorial.sharding.sources import SINGLE_PROCESS, make_source
 from ddp_tutorial.world import World
 
@@ -35,7 +34,6 @@ class Setup(NamedTuple):
         talk: Whether the ranks average their gradients.
         threads: The number of torch threads per rank.
         ddp: The DDP configuration.
-        source: The kind of data source that shards the batches.
     """
 
     readers: int
@@ -43,7 +41,6 @@ class Setup(NamedTuple):
     talk: bool = True
     threads: int = 1
     ddp: DDPConfig = DDPConfig()
-    source: SourceKind = "sharded"
 
 
 def two_rank_arms() -> dict[str, Setup]:
@@ -91,7 +88,7 @@ def arm_of(setup: Setup, world: World) -> Arm | None:
     if world.rank >= setup.readers:
         return None
     reader = world if setup.readers > 1 else SINGLE_PROCESS
-    source = make_source(random_text(SAMPLES), setup.batch, reader, config=SourceConfig(kind=setup.source))
+    source = make_source(random_text(SAMPLES), setup.batch, reader)
     return Arm(gpt_step(source, reader if setup.talk else SINGLE_PROCESS, ddp=setup.ddp), setup.threads)
 
 

@@ -36,14 +36,7 @@ def gpt_step(
     """Return a training step of a GPT on the samples of `source`.
 
     The gradients are averaged over `team`, which may differ from the world that shards the samples. If the team is a
-    single rank, the rank trains on its shard like an independent process.
-
-    Args:
-        source: The source of the samples.
-        team: The ranks that average their gradients.
-        model: The size of the model.
-        optimizer: The optimizer. Defaults to the trainer's optimizer.
-        settings: Settings of `TrainConfig`.
+    single rank, the rank trains on its shard like an independent process. `settings` are settings of `TrainConfig`.
     """
     torch.manual_seed(0)
     config = TrainConfig(**{"learning_rate": 1e-3, "warmup_steps": 0, "schedule": "constant", "clip": 1.0, **settings})

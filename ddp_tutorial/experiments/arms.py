@@ -13,6 +13,7 @@ identical to the trainer's step, but without logging, evaluation or checkpoints.
 import statistics
 import time
 from collections.abc import Callable, Hashable, Mapping, Sequence
+from functools import partial
 from typing import TypeVar
 
 import torch
@@ -26,6 +27,7 @@ from ddp_tutorial.training.tasks import loss_of, model_of, source_of
 from ddp_tutorial.world import World
 
 Name = TypeVar("Name", bound=Hashable)
+Value = TypeVar("Value")
 Turn = dict[str, float]
 
 # The phases that make up each reported part of a step. The remaining time is reported as "other".
@@ -67,13 +69,38 @@ def idle() -> None:
     """Do nothing. A rank without work waits at the barrier while the other ranks run their arms."""
 
 
+def alternate(arms: Mapping[Name, Callable[[], Value]], repeats: int) -> dict[Name, list[Value]]:
+    """Call the arms in alternation, and return each arm's results, one per repeat.
+
+    The order of the arms is reversed after each round. The first round is a warm-up that is not recorded, because it
+    opens files, allocates memory and rebuilds buckets.
+    """
+    taken: dict[Name, list[Value]] = {name: [] for name in arms}
+    for number in range(repeats + 1):
+        for name in list(arms)[:: -1 if number % 2 else 1]:
+            value = arms[name]()
+            if number:
+                taken[name].append(value)
+    return taken
+
+
+def seconds_of(call: Callable[[], object]) -> float:
+    """Return the duration of a call in seconds."""
+    start = time.perf_counter()
+    call()
+    return time.perf_counter() - start
+
+
+def seconds_on_rank(call: Callable[[], object]) -> float:
+    """Return the time in seconds from a barrier until this rank has completed the call. Collective."""
+    dist.barrier()
+    return seconds_of(call)
+
+
 def run_interleaved(
     world: World, arms: Mapping[Name, Callable[[], object]], steps: int, turns: int
 ) -> dict[Name, list[Turn]]:
-    """Time the arms in alternating turns. Collective.
-
-    The order of the arms is reversed after each round. The first turn of each arm is a warm-up that is not
-    recorded, because it opens files, allocates memory and rebuilds buckets.
+    """Time the arms in alternating turns (see `alternate`). Collective.
 
     Args:
         world: The ranks that run the steps.
@@ -85,13 +112,7 @@ def run_interleaved(
         The turns of each arm. A turn maps "step" to the seconds per step, measured until all ranks are done. It also
         maps each part of the step to the seconds per step that this rank spent in that part.
     """
-    taken: dict[Name, list[Turn]] = {name: [] for name in arms}
-    for number in range(turns + 1):
-        for name in list(arms)[:: -1 if number % 2 else 1]:
-            turn = _turn(world, arms[name], steps)
-            if number:
-                taken[name].append(turn)
-    return taken
+    return alternate({name: partial(_turn, world, arm, steps) for name, arm in arms.items()}, turns)
 
 
 def _turn(world: World, arm: Callable[[], object], steps: int) -> Turn:
