@@ -18,13 +18,7 @@ def choose(model: Transformer, device: Device, network: Network, devices: int, b
 
     Plans are of the same kind if they have the same strategy and the same degrees of tensor and pipeline parallelism.
     The best plan of a kind is the fastest plan that fits or, if no plan fits, the plan that requires the least memory.
-
-    Args:
-        model: The model.
-        device: The device.
-        network: The network.
-        devices: The number of devices.
-        batch_tokens: The global batch size in tokens. Plans may deviate by at most the fraction `BATCH_TOLERANCE`.
+    A plan's global batch size may differ from `batch_tokens` by at most the fraction `BATCH_TOLERANCE`.
 
     Raises:
         ValueError: If no plan's global batch size is within `BATCH_TOLERANCE` of `batch_tokens`.
@@ -53,12 +47,7 @@ def candidates(model: Transformer, network: Network, devices: int, sequences: fl
 
     The degree of tensor parallelism is a power of two, at most the number of devices per node. The number of pipeline
     stages divides the number of tensor-parallel groups. "zero2", "zero3" and "hsdp" are not combined with a pipeline.
-
-    Args:
-        model: The model.
-        network: The network.
-        devices: The number of devices.
-        sequences: The global batch size in sequences. Plans may deviate by at most the fraction `BATCH_TOLERANCE`.
+    A plan's global batch may differ from `sequences` sequences by at most the fraction `BATCH_TOLERANCE`.
     """
     for tensor in _powers(min(network.per_node, model.heads)):
         if devices % tensor or model.heads % tensor:

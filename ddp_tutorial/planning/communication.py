@@ -41,13 +41,7 @@ class Group:
 
 
 def group_of(size: int, stride: int, per_node: int) -> Group:
-    """Return the group of `size` devices whose indices are `stride` apart.
-
-    Args:
-        size: The number of devices in the group.
-        stride: The difference between the indices of neighbors in the group.
-        per_node: The number of devices on a node.
-    """
+    """Return the group of `size` devices whose indices are `stride` apart, on nodes of `per_node` devices."""
     return Group(size, math.ceil(size / max(1, per_node // stride)))
 
 

@@ -38,14 +38,9 @@ class Device:
     reached: float = REACHED
 
     @property
-    def matmul_fraction(self) -> float:
-        """The fraction of the peak that the matrix products of a training step reach."""
-        return self.achievable * self.reached
-
-    @property
     def matmul_flops(self) -> float:
         """The FLOP/s that the matrix products of a training step reach."""
-        return self.flops * self.matmul_fraction
+        return self.flops * (self.achievable * self.reached)
 
 
 @dataclass(frozen=True)

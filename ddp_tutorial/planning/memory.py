@@ -41,13 +41,7 @@ class Memory:
 
 
 def memory_of(model: Transformer, plan: Plan, shard: int) -> Memory:
-    """Return the memory that a plan requires on a device.
-
-    Args:
-        model: The model.
-        plan: The plan.
-        shard: The number of devices over which the model state is sharded, at least 1.
-    """
+    """Return the memory that a plan requires on a device if `shard` devices shard the model state."""
     own = plan.device_parameters(model.parameters)
     kind = "zero3" if plan.strategy == "hsdp" else plan.sharding
     precision = plan.precision

@@ -82,13 +82,7 @@ class Estimate:
 
 
 def estimate_step(model: Transformer, plan: Plan, device: Device, network: Network) -> Estimate:
-    """Estimate a training step.
-
-    Args:
-        model: The model.
-        plan: The distribution of the step.
-        device: The device.
-        network: The network. A plan for fewer devices than `network.per_node` uses one node.
+    """Estimate a training step. A plan for fewer devices than `network.per_node` uses one node.
 
     Raises:
         ValueError: If the plan is invalid for the model or the network.
@@ -284,15 +278,11 @@ def tokens_to_hide_communication(
     P cancels out, so the threshold does not depend on the size of the model. In a ring, each of W devices sends
     (W - 1) / W of the bytes. The threshold ignores latency and the additional computation of attention.
 
-    Args:
-        strategy: The strategy. "zero1" and "zero2" send half as many bytes as "ddp" in the backward pass. Their
-            all-gather at the end of the step is never hidden. "hsdp" is treated as "zero3" within a node.
-        devices: The number of devices.
-        device: The device.
-        network: The network.
-        precision: The number of bytes per parameter. Defaults to `Precision()`.
+    "zero1" and "zero2" send half as many bytes as "ddp" in the backward pass. Their all-gather at the end of the step
+    is never hidden. "hsdp" is treated as "zero3" within a node.
     """
-    weights, gradients = (precision or Precision()).weights, (precision or Precision()).gradients
+    precision = precision or Precision()
+    weights, gradients = precision.weights, precision.gradients
     group = group_of(min(devices, network.per_node) if strategy == "hsdp" else devices, 1, network.per_node)
     if group.size == 1:
         return 0.0
