@@ -226,7 +226,8 @@ def run_attempt(
         codes = [rank.exitcode for rank in ranks]
         hits = [json.loads(note.read_text()) for note in notes.glob("hit.*")]
         refused = {int(note.suffix[1:]): note.read_text() for note in notes.glob("refused.*")}
-        output = "\n".join([*refused.values(), *_last_words(notes)])
+        logs = [path.read_text(errors="replace")[-2000:] for path in sorted(notes.glob("rank_*.log"))]
+        output = "\n".join([*refused.values(), *logs])
         if late:
             raise RuntimeError(
                 f"{config.name} timed out after {TIME_LIMIT:g} s. Injected failures: {hits or 'none'}. "
@@ -244,10 +245,6 @@ def run_attempt(
             is_well=not any(codes),
             left=leftovers(here),
         )
-
-
-def _last_words(notes: Path) -> list[str]:
-    return [path.read_text(errors="replace")[-2000:] for path in sorted(notes.glob("rank_*.log"))]
 
 
 def leftovers(folder: Path) -> int:

@@ -16,6 +16,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch.distributed as dist
@@ -24,7 +25,7 @@ from ddp_tutorial.benches import Samples, report
 from ddp_tutorial.benches.overhead import bare_loop, reporting
 from ddp_tutorial.ddp.config import CompileConfig
 from ddp_tutorial.environment import variables_restored
-from ddp_tutorial.experiments.arms import make_step, medians, run_interleaved
+from ddp_tutorial.experiments.arms import alternate, make_step, medians, run_interleaved
 from ddp_tutorial.processes.launcher import launch
 from ddp_tutorial.training.config import ModelConfig, TaskConfig
 from ddp_tutorial.world import World
@@ -44,19 +45,19 @@ def measure(repeats: int) -> dict[str, Any]:
     same process share the compiled code. The cold first step takes the longest and is measured only once. All other
     times are measured in every repeat.
     """
+
+    def first_step(arm: str) -> float:
+        return launch(_first_step, 2, arm, device="cpu", threads=1, echo=False)[0]
+
     samples: Samples = {}
     for arm in _COMPILED:
         with _empty_cache():
-            samples[f"{arm}_first_step_cold"] = [launch(_first_step, 2, arm, device="cpu", threads=1, echo=False)[0]]
-    with _empty_cache():
-        for arm in _COMPILED:  # fill the cache
-            launch(_first_step, 2, arm, device="cpu", threads=1, echo=False)
-        for _ in range(repeats):
-            for arm in _COMPILED:
-                first = launch(_first_step, 2, arm, device="cpu", threads=1, echo=False)[0]
-                samples.setdefault(f"{arm}_first_step_cached", []).append(first)
-            for name, seconds in launch(_alternate, 2, device="cpu", threads=1, echo=False)[0].items():
-                samples.setdefault(name, []).append(seconds)
+            samples[f"{arm}_first_step_cold"] = [first_step(arm)]
+    with _empty_cache():  # which the warm-up round fills
+        cached = alternate({arm: partial(first_step, arm) for arm in _COMPILED}, repeats)
+        steps = [launch(_alternate, 2, device="cpu", threads=1, echo=False)[0] for _ in range(repeats)]
+    samples |= {f"{arm}_first_step_cached": seconds for arm, seconds in cached.items()}
+    samples |= {f"{arm}_step": [each[arm] for each in steps] for arm in steps[0]}
     ratios = {
         "ours_vs_bare": ("ours_step", "bare_step"),
         "ours_compiled_vs_bare_compiled": ("ours_compiled_step", "bare_compiled_step"),
@@ -98,4 +99,4 @@ def _alternate(world: World) -> dict[str, float]:
     """Return each arm's step time in seconds, excluding the arm's first step. Collective."""
     arms = {arm: _make(arm, world) for arm in ("ours", "bare", *_COMPILED)}
     turns = run_interleaved(world, arms, _TURN, _TURNS)
-    return {f"{arm}_step": found["step"] for arm, found in medians(turns).items()}
+    return {arm: found["step"] for arm, found in medians(turns).items()}
