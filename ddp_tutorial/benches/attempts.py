@@ -341,7 +341,8 @@ class FailureInjector:
 
     def _happen(self, point: str) -> None:
         assert self.failure is not None
-        in_saving = any(count > 0 and name.startswith("save") for name, count in self.inside.items())
+        with self.lock:
+            in_saving = any(count > 0 and name.startswith("save") for name, count in self.inside.items())
         self.note(f"hit.{self.rank}", json.dumps({"point": point, "in_saving": in_saving}))
         if self.failure.how == "kill":
             os.kill(os.getpid(), signal.SIGKILL)
