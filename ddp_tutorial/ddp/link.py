@@ -134,7 +134,7 @@ class SimulatedLink:
     A thread computes the sum with a real all-reduce and then sleeps until the simulated transfer time has elapsed.
     Meanwhile, the rank continues computing, as it would while a network card transfers the data. All simulated links of
     a rank share this thread, which runs one all-reduce at a time. A simulated link cannot be faster than the machine's
-    own link. The attribute `overruns` counts the all-reduces that took longer than the `LinkModel` predicts.
+    own link.
     """
 
     def __init__(self, world: World, model: LinkModel) -> None:
@@ -144,7 +144,6 @@ class SimulatedLink:
             raise ConfigError(f"with a simulated link, all ranks must run on the CPU of one machine, got {world}")
         self.world, self.model = world, model
         self.observer: Callable[[Transfer], object] | None = None
-        self.overruns = 0
         self._free = 0.0  # when the link is free for the next all-reduce, the same on all ranks
         if world.size > 1:
             # A separate group, because the main thread's collectives could run before the link thread's collectives on
@@ -178,11 +177,7 @@ class SimulatedLink:
         start = max(float(joined), self._free)
         end = start + self.model.ring_seconds(tensor.nbytes, self.world.size)
         dist.all_reduce(tensor, group=self._group)
-        left = end - time.monotonic()
-        if left < 0:
-            self.overruns += 1
-        else:
-            time.sleep(left)
+        time.sleep(max(0.0, end - time.monotonic()))
         self._free = end
         if self.observer is not None:
             self.observer(Transfer(name, tensor.nbytes, issued, start, time.monotonic()))
