@@ -120,6 +120,11 @@ def test_without_a_link_nothing_can_be_recorded() -> None:
 # ------------------------------------------------------------------------------------------------- on real ranks
 
 
+def test_recording_torch_requires_a_phase() -> None:
+    with pytest.raises(ValueError, match="requires at least one phase in its block, got none"), record_torch():
+        torch.ones(2).sum()
+
+
 def one_step(model: Any) -> None:
     with phase("forward"):
         loss = model(torch.randn(16, 128)).pow(2).mean()

@@ -102,7 +102,7 @@ class Timeline:
         return cls(ranks, links[0] if links else "")
 
     def _events(self) -> Iterator[dict[str, Any]]:
-        zero = min(span.start for spans in self.ranks for span in spans)
+        zero = min((span.start for spans in self.ranks for span in spans), default=0.0)
         for rank, spans in enumerate(self.ranks):
             yield {"ph": "M", "name": "process_name", "pid": rank, "args": {"name": f"rank {rank}"}}
             lanes = list(dict.fromkeys(span.lane for span in spans))
@@ -177,6 +177,9 @@ def record_torch() -> Iterator[Recorder]:
 
     The recorder and the profiler use different clocks. Both record the phases, so the phases determine the clock
     offset.
+
+    Raises:
+        ValueError: If the block contains no phase.
     """
     recorder = Recorder(TORCHS_OWN)
     with ExitStack() as stack:
@@ -220,6 +223,11 @@ def _ahead_of_profiler(spans: Sequence[Span], events: Sequence[Any]) -> float:
         if len(ours) == len(seen):
             least += [span.start - times.start / 1e6 for span, times in zip(ours, seen, strict=True)]
             most += [span.end - times.end / 1e6 for span, times in zip(ours, seen, strict=True)]
+    if not least:
+        raise ValueError(
+            "record_torch() requires at least one phase in its block, got none. Mark the code, as in "
+            "'with phase(\"backward\"): ...'"
+        )
     return (max(least) + min(most)) / 2
 
 
