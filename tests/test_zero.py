@@ -651,6 +651,16 @@ def adagrad(world: World, kind: str) -> dict[str, torch.Tensor]:
         return {name: tensor.clone() for name, tensor in whole.state_dict().items()}
 
 
+def saved_of_frozen(world: World, kind: str) -> set[str]:
+    """Return the names of the Adagrad state that a checkpoint contains if a parameter is frozen."""
+    config = TrainConfig.model_validate({"strategy": kind})
+    model = nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 2))
+    model[0].bias.requires_grad_(False)
+    strategy = make_strategy(config, model, world, lambda m, x: (m(x).square().sum(), len(x)))
+    optimizer = strategy.setup_optimizer(torch.optim.Adagrad(model.parameters()))
+    return set(strategy.checkpoint_components(optimizer)["optimizer"][0].state_dict())
+
+
 def rims(world: World) -> dict[str, Any]:
     return {
         "errors": {
@@ -659,6 +669,7 @@ def rims(world: World) -> dict[str, Any]:
             for kind in (ShardedGradients, ShardedModel)
         },
         "adagrad": {kind: adagrad(world, kind) for kind in ("zero1", "zero2", "zero3", "fsdp")},
+        "frozen": {kind: saved_of_frozen(world, kind) for kind in ("zero2", "zero3", "fsdp")},
         "first step": apart(world, "fsdp", (5, 7), 1),
         "third step": apart(world, "fsdp", (5, 5), 3),
         "zero3": apart(world, "zero3", (5, 7), 3),
@@ -689,6 +700,12 @@ def test_an_optimizer_with_initial_state_can_be_sharded() -> None:
         for kind, weights in rank["adagrad"].items():
             for name, expected in model.state_dict().items():
                 torch.testing.assert_close(weights[name], expected, rtol=1e-4, atol=1e-5, msg=f"{kind}, {name}")
+
+
+def test_initial_state_of_a_frozen_parameter_is_not_saved() -> None:
+    names = {f"{name}.{key}" for name in ("0.weight", "1.weight", "1.bias") for key in ("sum", "step")}
+    for rank in at_the_rim():
+        assert rank["frozen"] == dict.fromkeys(("zero2", "zero3", "fsdp"), names)
 
 
 def test_fsdp_names_the_modules_that_differ_and_zero3_trains() -> None:

@@ -68,9 +68,11 @@ class PipelineStrategy:
 
     def setup_optimizer(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
         """Restrict the optimizer to the parameters of this rank's stages, and free all other parameters."""
-        own = {id(parameter) for parameter in self.pipeline.parameters()}
+        own = set(self.pipeline.parameters())
         for group in optimizer.param_groups:
-            group["params"] = [parameter for parameter in group["params"] if id(parameter) in own]
+            group["params"] = [parameter for parameter in group["params"] if parameter in own]
+        for parameter in optimizer.state.keys() - own:  # Adagrad has state before its first step
+            del optimizer.state[parameter]
         self.weights.release()
         return optimizer
 

@@ -37,12 +37,11 @@ class OptimizerState:
         Raises:
             ValueError: If the state contains a value that is not a tensor.
         """
-        names = {parameter: name for name, parameter in self.named.items()}
         state = {}
-        for parameter, values in self.optimizer.state.items():
-            for key, value in values.items():
+        for name, parameter in self.named.items():  # Adagrad also has state for frozen parameters
+            for key, value in self.optimizer.state.get(parameter, {}).items():
                 if isinstance(value, torch.Tensor):
-                    state[f"{names[parameter]}.{key}"] = self.stored(parameter, value)
+                    state[f"{name}.{key}"] = self.stored(name, value)
                 elif value is not None:
                     kind = type(self.optimizer).__name__
                     raise ValueError(
@@ -54,8 +53,8 @@ class OptimizerState:
         """Return zero tensors for the state of this rank's parameters, to be filled from a checkpoint."""
         wanted = {}
         for where, what in stored.items():
-            if (parameter := self.named.get(where.rpartition(".")[0])) is not None:
-                wanted[where] = self.place(parameter, what)
+            if (name := where.rpartition(".")[0]) in self.named:
+                wanted[where] = self.place(name, what)
         return wanted
 
     def load_state_dict(self, state: State) -> None:
@@ -65,12 +64,13 @@ class OptimizerState:
             name, _, key = where.rpartition(".")
             self.optimizer.state[self.named[name]][key] = self.taken(value)
 
-    def stored(self, parameter: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-        """Return the tensor to write to a checkpoint for `value`, which is a state tensor of `parameter`."""
+    def stored(self, name: str, value: torch.Tensor) -> torch.Tensor:
+        """Return the tensor to write to a checkpoint for `value`, which is a state tensor of parameter `name`."""
         return value
 
-    def place(self, parameter: torch.Tensor, what: StoredTensor) -> torch.Tensor:
-        """Return a zero tensor for a state tensor of `parameter`, to be filled from a checkpoint."""
+    def place(self, name: str, what: StoredTensor) -> torch.Tensor:
+        """Return a zero tensor for a state tensor of parameter `name`, to be filled from a checkpoint."""
+        parameter = self.named[name]
         if what.shape == parameter.shape:
             return torch.zeros_like(parameter, dtype=what.dtype)
         on_device = any(self.optimizer.defaults.get(name) for name in ("fused", "capturable"))
@@ -98,18 +98,16 @@ class OptimizerStateOfPieces(OptimizerState):
         super().__init__(optimizer, named)
         self.pieces = pieces
 
-    def stored(self, parameter: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+    def stored(self, name: str, value: torch.Tensor) -> torch.Tensor:
         """Return `value` as a DTensor if it contains one value per element of the shard, and otherwise unchanged."""
-        names = {id(each): name for name, each in self.named.items()}
-        is_piece = value.dim() and value.shape == parameter.shape
-        return self.pieces.of_whole(names[id(parameter)], value) if is_piece else value
+        is_piece = value.dim() and value.shape == self.named[name].shape
+        return self.pieces.of_whole(name, value) if is_piece else value
 
-    def place(self, parameter: torch.Tensor, what: StoredTensor) -> torch.Tensor:
+    def place(self, name: str, what: StoredTensor) -> torch.Tensor:
         """Return zeros for the stored state of a shard, as a DTensor unless the stored tensor is a scalar."""
         if what.shape == torch.Size():
-            return super().place(parameter, what)
-        names = {id(each): name for name, each in self.named.items()}
-        return self.pieces.of_whole(names[id(parameter)], torch.zeros_like(parameter, dtype=what.dtype))
+            return super().place(name, what)
+        return self.pieces.of_whole(name, torch.zeros_like(self.named[name], dtype=what.dtype))
 
     def taken(self, value: torch.Tensor) -> torch.Tensor:
         """Return the local part of a DTensor, or any other tensor unchanged."""
