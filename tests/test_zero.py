@@ -898,6 +898,13 @@ def test_different_types_of_parameters_in_one_unit_are_rejected() -> None:
         ShardedModel(model, World())
 
 
+def test_batch_norm_weights_cannot_be_gathered_in_bfloat16() -> None:
+    model = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
+    with pytest.raises(ConfigError, match=r"'1' is a BatchNorm1d.* gathers weights in torch.bfloat16. Use strategy="):
+        ShardedModel(model, World(), compute_dtype=torch.bfloat16)
+    ShardedModel(model, World())
+
+
 def test_fsdp_trains_equally_resumes_bitwise_and_is_resharded(
     lives: dict[Any, Any], lives_of_torch: dict[Any, Any]
 ) -> None:

@@ -35,6 +35,7 @@ from torch.autograd.graph import Node, get_gradient_edge
 from ddp_tutorial.collectives import from_rank_zero
 from ddp_tutorial.compat import current_backward, is_in_backward, tree_leaves, tree_map
 from ddp_tutorial.config import ConfigError
+from ddp_tutorial.ddp.sync_bn import BatchNorm
 from ddp_tutorial.ddp.wrappers import require_frozen, sync_initial_state
 from ddp_tutorial.groups import group_of
 from ddp_tutorial.mesh import Mesh
@@ -233,6 +234,7 @@ class ShardedModel:
 
     Raises:
         ConfigError: If the model is already sharded, if a parameter has a gradient, or if the dtypes in a unit differ.
+            Also raised if `compute_dtype` is set and the model contains a BatchNorm layer with running statistics.
     """
 
     def __init__(
@@ -248,6 +250,13 @@ class ShardedModel:
             if is_piece(parameter):
                 raise ConfigError("the model is already sharded: build a new model")
             require_no_gradient(name, parameter)
+        for name, layer in module.named_modules() if compute_dtype else ():
+            if isinstance(layer, BatchNorm) and layer.affine and layer.running_mean is not None:
+                raise ConfigError(
+                    f"{name!r} is a {type(layer).__name__}, whose weights must have the dtype of its running "
+                    f"statistics, but this strategy gathers weights in {compute_dtype}. Use strategy=fsdp, or "
+                    "precision.dtype=fp32"
+                )
         sync_initial_state(module, world)
         self.module, self.world, self.compute_dtype = module, world, compute_dtype
         self.shards, self.path = Shards(world, mesh), ExecutionPath()
