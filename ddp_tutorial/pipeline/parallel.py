@@ -23,6 +23,7 @@ from ddp_tutorial.accumulation.precision import Precision
 from ddp_tutorial.collectives import all_gather, to_vector
 from ddp_tutorial.compat import multiply_
 from ddp_tutorial.config import ConfigError
+from ddp_tutorial.ddp.sync_bn import SyncBatchNorm
 from ddp_tutorial.ddp.wrappers import sync_initial_state
 from ddp_tutorial.groups import group_of
 from ddp_tutorial.mesh import Mesh
@@ -41,14 +42,29 @@ def check_pipeline(model: nn.Module, config: PipelineConfig, world_size: int) ->
 
     Raises:
         ConfigError: If the model has fewer modules than stages, if `cuts` names an unknown module, or if the world size
-            is not a multiple of the number of ranks in a pipeline.
+            is not a multiple of the number of ranks in a pipeline. Also raised if no stage contains a trainable
+            parameter, or if a layer synchronizes BatchNorm over ranks that run different stages.
     """
     if world_size % config.ranks:
         raise ConfigError(
             f"the world size must be a multiple of the number of ranks per pipeline ({config.ranks}), got {world_size}"
             f". Use nprocs={config.ranks * max(1, world_size // config.ranks)}, or change PipelineConfig.ranks"
         )
-    return split_into_stages(model, config.cuts or even_splits(model, config.stages))
+    for name, part in model.named_modules():
+        if config.ranks > 1 and isinstance(part, nn.SyncBatchNorm | SyncBatchNorm):
+            raise ConfigError(
+                f"{name!r} is a {type(part).__name__}, which synchronizes all ranks, but the ranks of a pipeline run "
+                "different layers. Use BatchNorm"
+            )
+    stages = split_into_stages(model, config.cuts or even_splits(model, config.stages))
+    inside = {parameter for stage in stages for parameter in stage.parameters()}
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad and parameter not in inside:
+            raise ConfigError(
+                f"the chain of {type(model).__name__} must contain every trainable parameter, but does not contain "
+                f"{name!r}. Return its module from chain(), or freeze the parameter"
+            )
+    return stages
 
 
 def require_cuts(config: PipelineConfig) -> None:
@@ -117,10 +133,14 @@ class Pipeline:
         self.stages = {s: stage for s, stage in enumerate(stages) if s % config.ranks == self.place}
         for stage in self.stages.values():
             stage.to(world.device)
+        self.places = self._places(model, stages)
         names = {id(parameter): name for name, parameter in model.named_parameters()}
         self.named = {names[id(p)]: p for stage in self.stages.values() for p in stage.parameters()}
-        self.shared = self._groups_of_shared(stages, names)
-        self.owners = self._owners(model, stages)
+        tied = [name for name, p in model.named_parameters() if p.requires_grad and len(self.places[name]) > 1]
+        groups = {
+            name: group_of([[row[place] for place in self.places[name]] for row in self.mesh], world) for name in tied
+        }
+        self.shared = {name: group for name, group in groups.items() if group is not None}
         self.across = group_of(mesh.columns, world)
         self.runner = StageRunner(
             table_of(config),
@@ -191,28 +211,17 @@ class Pipeline:
         sums, counts = (dict(zip(self._metrics, numbers[i::2], strict=True)) for i in range(2))
         return Totals(sums, counts, stop_flags)
 
-    def _owners(self, model: nn.Module, stages: Sequence[Stage]) -> dict[str, int]:
-        """Return a dict from the name of each parameter or buffer to the first pipeline position that stores it."""
+    def _places(self, model: nn.Module, stages: Sequence[Stage]) -> dict[str, list[int]]:
+        """Return the pipeline positions that store each parameter and buffer, by name.
+
+        A tensor outside the chain, such as a buffer of the model itself, is stored on every rank.
+        """
         names = {id(tensor): name for name, tensor in [*model.named_parameters(), *model.named_buffers()]}
-        owners: dict[str, int] = {}
+        places: dict[str, set[int]] = {name: set() for name in names.values()}
         for number, stage in enumerate(stages):
             for tensor in [*stage.parameters(), *stage.buffers()]:
-                owners.setdefault(names[id(tensor)], number % self.config.ranks)
-        return owners
-
-    def _groups_of_shared(self, stages: Sequence[Stage], names: dict[int, str]) -> dict[str, Any]:
-        """Return the process group of each tied parameter that other ranks of this pipeline also store. Collective."""
-        places: dict[str, set[int]] = {}
-        for number, stage in enumerate(stages):
-            for parameter in stage.parameters():
-                if parameter.requires_grad:
-                    places.setdefault(names[id(parameter)], set()).add(number % self.config.ranks)
-        groups = {
-            name: group_of([[row[place] for place in sorted(of)] for row in self.mesh], self.world)
-            for name, of in places.items()
-            if len(of) > 1
-        }
-        return {name: group for name, group in groups.items() if group is not None}
+                places[names[id(tensor)]].add(number % self.config.ranks)
+        return {name: sorted(of or range(self.config.ranks)) for name, of in places.items()}
 
 
 def _sum_gradients(parameters: Sequence[nn.Parameter], group: Any, device: torch.device) -> None:

@@ -118,7 +118,7 @@ class PipelineStrategy:
         return components | {"groups": (Groups(optimizer), "replicated")}
 
     def _is_first(self, name: str) -> bool:
-        return self.pipeline.owners[name] == self.pipeline.place
+        return self.pipeline.places[name][0] == self.pipeline.place
 
     def state_dict(self) -> Mapping[str, float]:
         """Return the number of completed schedule executions. The dropout masks depend on this number."""

@@ -38,34 +38,35 @@ class StageWeights:
             group: The process group of this pipeline.
         """
         self.model, self.pipeline, self.group = model, pipeline, group
-        self.tensors: dict[str, torch.Tensor] = dict([*model.named_parameters(), *model.named_buffers()])
         self.shapes = {name: tensor.shape for name, tensor in self.tensors.items()}
-        names = {id(tensor): name for name, tensor in self.tensors.items()}
-        stages = pipeline.stages.values()
-        self.own = {names[id(t)] for stage in stages for t in [*stage.parameters(), *stage.buffers()]}
+        self.own = {name for name, places in pipeline.places.items() if pipeline.place in places}
         self.is_training = False  # during training, a rank calls only its own stages
         self._is_pinned = False
         self._is_free = False
-        left = dict(names)
+        left = {id(tensor): name for name, tensor in self.tensors.items()}
         for unit in units_of(model).values():
             inside = [left.pop(id(t)) for t in [*unit.parameters(), *unit.buffers()] if id(t) in left]
             unit.register_forward_pre_hook(partial(self._before, inside))
             unit.register_forward_hook(partial(self._after, inside))
 
     @property
-    def elements(self) -> int:
-        """The number of parameter elements that this rank currently stores."""
-        return sum(parameter.numel() for parameter in self.model.parameters())
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """The parameters and buffers, by name.
+
+        The dict is not cached, because an assignment such as `self.count = self.count + 1` replaces a buffer.
+        """
+        return dict([*self.model.named_parameters(), *self.model.named_buffers()])
 
     def release(self) -> None:
         """Free the weights of other ranks' stages."""
         self._is_free = True
-        self._free(self.tensors)
+        self._free(self.shapes)
 
     def _free(self, names: Iterable[str]) -> None:
+        tensors = self.tensors
         for name in names:
-            if name not in self.own and self.tensors[name].numel():
-                self.tensors[name].data = self.tensors[name].new_empty(0)
+            if name not in self.own and tensors[name].numel():
+                tensors[name].data = tensors[name].new_empty(0)
 
     @torch.no_grad()
     def _gather(self, names: Iterable[str]) -> None:
@@ -73,12 +74,13 @@ class StageWeights:
 
         All ranks of the pipeline must pass the same names.
         """
+        tensors = self.tensors
         for name in names:
-            tensor, shape = self.tensors[name], self.shapes[name]
+            tensor, shape = tensors[name], self.shapes[name]
             if name not in self.own:
                 tensor.data = tensor.new_empty(shape)
             if shape.numel() and self.group is not None:
-                source = self.pipeline.mesh[self.pipeline.number][self.pipeline.owners[name]]
+                source = self.pipeline.mesh[self.pipeline.number][self.pipeline.places[name][0]]
                 dist.broadcast(tensor.detach(), src=source, group=self.group)
 
     def _before(self, names: list[str], *_: Any) -> None:
@@ -94,20 +96,20 @@ class StageWeights:
     def full_parameters(self) -> Iterator[nn.Module]:
         """Gather all weights and buffers for the duration of the block. Collective."""
         if self._is_free:
-            self._gather(self.tensors)
+            self._gather(self.shapes)
         self._is_pinned = True
         try:
             yield self.model
         finally:
             self._is_pinned = False
             if self._is_free:
-                self._free(self.tensors)
+                self._free(self.shapes)
 
     @contextmanager
     def training(self) -> Iterator[None]:
         """Disable gathering for the duration of the block, because a rank calls only its own stages."""
         if self._is_free:
-            self._free(self.tensors)
+            self._free(self.shapes)
         self.is_training = True
         try:
             yield
@@ -123,25 +125,21 @@ class StageWeightsState:
     """
 
     def __init__(self, weights: StageWeights, written: set[str]) -> None:
-        """Select this rank's persistent tensors.
+        """Store the weights of this rank's stages, and the names of the tensors that this rank writes."""
+        self.weights, self.written = weights, written
 
-        Args:
-            weights: The weights of this rank's stages.
-            written: The names of the tensors that this rank writes.
-        """
-        kept = weights.model.state_dict()  # without non-persistent buffers
-        parameters = dict(weights.model.named_parameters())
-        self.own = {name: t.detach() for name, t in weights.tensors.items() if name in weights.own}
-        self.own = {name: t for name, t in self.own.items() if name in parameters or name in kept}
-        self.written = written
+    def _own(self) -> dict[str, torch.Tensor]:
+        model = self.weights.model
+        kept = {*model.state_dict(), *dict(model.named_parameters())}  # without non-persistent buffers
+        return {name: t for name, t in self.weights.tensors.items() if name in self.weights.own and name in kept}
 
     def state_dict(self) -> dict[str, torch.Tensor]:
         """Return the tensors that this rank writes."""
-        return {name: tensor for name, tensor in self.own.items() if name in self.written}
+        return {name: tensor.detach() for name, tensor in self._own().items() if name in self.written}
 
     def empty(self, stored: Any) -> dict[str, torch.Tensor]:
         """Return this rank's own tensors, into which a checkpoint is read in place."""
-        return self.own
+        return {name: tensor.detach() for name, tensor in self._own().items()}
 
     def load_state_dict(self, state: Any) -> None:
         """Do nothing, because the checkpoint has already been read into the tensors returned by `empty`."""
