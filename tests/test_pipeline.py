@@ -4,6 +4,7 @@ activations.
 
 import copy
 from collections.abc import Sequence
+from functools import cache
 from typing import Any
 
 import pytest
@@ -26,11 +27,14 @@ from ddp_tutorial.accumulation.loss import LossError
 from ddp_tutorial.accumulation.precision import Precision
 from ddp_tutorial.accumulation.strategies import DDPStrategy
 from ddp_tutorial.config import ConfigError, from_arguments
+from ddp_tutorial.ddp.sync_bn import synchronize_batch_norm
 from ddp_tutorial.pipeline.config import PipelineConfig
 from ddp_tutorial.pipeline.parallel import Pipeline, check_pipeline
 from ddp_tutorial.pipeline.runner import StageRunner
 from ddp_tutorial.pipeline.schedules import gpipe, interleaved, one_f_one_b, peaks, table_of
 from ddp_tutorial.pipeline.stages import balance, chain_of, even_splits, split_into_stages
+from ddp_tutorial.pipeline.strategy import PipelineStrategy
+from ddp_tutorial.pipeline.timing import module_seconds
 from ddp_tutorial.processes.launcher import launch
 from ddp_tutorial.training.gpt import GPT, next_token_loss
 from ddp_tutorial.world import World
@@ -376,6 +380,132 @@ def test_an_impossible_pipeline_is_reported_in_one_line_before_start(
     with pytest.raises(ConfigError, match=said.replace("'[", "'\\[")) as error:
         check_pipeline(toy(), from_arguments(PipelineConfig, arguments), world_size)
     assert "\n" not in str(error.value)
+
+
+class Scaled(nn.Module):
+    """A chain of two layers, with a buffer and a frozen layer that no stage contains."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(3, 3), nn.Linear(3, 2)
+        self.other = nn.Linear(3, 3).requires_grad_(False)
+        self.register_buffer("scale", torch.full((2,), 5.0))
+
+    def chain(self) -> dict[str, nn.Module]:
+        return {"first": self.first, "second": self.second}
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.second(self.first(x))
+
+
+class Counting(nn.Module):
+    """A layer that replaces its buffer in each training step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("count", torch.zeros(()))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.training:
+            self.count = self.count + 1
+        return x
+
+
+def output_squares(model: Any, batch: Any) -> tuple[Any, ...]:
+    return model(batch).square().sum(), len(batch)
+
+
+def unusual(world: World) -> dict[str, Any]:
+    """Train one step of each model, and return what a checkpoint and an evaluation would contain."""
+    found: dict[str, Any] = {}
+    counting = nn.Sequential(nn.Linear(3, 3), Counting(), nn.Linear(3, 2), Counting())
+    for model in (Scaled(), counting):
+        strategy = PipelineStrategy(model, world, output_squares, PipelineConfig(micro_batches=2))
+        optimizer = strategy.setup_optimizer(torch.optim.Adagrad(model.parameters()))
+        strategy.backward([torch.ones(2, 3)])
+        optimizer.step()
+        components = strategy.checkpoint_components(optimizer)
+        with strategy.full_parameters() as full:
+            evaluated = {name: tensor.clone() for name, tensor in full.named_buffers()}
+        found[type(model).__name__] = {
+            "model": {name: tensor.clone() for name, tensor in components["model"][0].state_dict().items()},
+            "optimizer": set(components["optimizer"][0].state_dict()),
+            "buffers": evaluated,
+        }
+    embedding = nn.Sequential(nn.Flatten(), nn.Embedding(5, 2))
+    pipeline = Pipeline(embedding, world, output_squares, PipelineConfig(micro_batches=2, cuts=("1",)))
+    tokens = torch.tensor([[1, 2], [3, 4]])
+    found["dtypes"] = [pipeline.backward([tokens.to(kind)] * 2).means() for kind in (torch.int64, torch.int32)]
+    return found
+
+
+@cache
+def unusual_ranks() -> list[dict[str, Any]]:
+    return launch(unusual, 2, device="cpu", threads=1, echo=False, timeout=300)
+
+
+def test_tensors_outside_the_chain_stay_on_every_rank_and_are_saved_once() -> None:
+    first, second = (rank["Scaled"] for rank in unusual_ranks())
+    assert set(first["model"]) == {"first.weight", "first.bias", "scale", "other.weight", "other.bias"}
+    assert set(second["model"]) == {"second.weight", "second.bias"}
+    assert first["model"]["scale"].tolist() == first["buffers"]["scale"].tolist() == [5.0, 5.0]
+    assert second["buffers"]["scale"].tolist() == [5.0, 5.0]
+
+
+def test_buffers_that_a_forward_pass_replaces_are_saved_and_evaluated() -> None:
+    saved: dict[str, torch.Tensor] = {}
+    for rank in unusual_ranks():
+        saved |= rank["Sequential"]["model"]
+        assert rank["Sequential"]["buffers"] == {"1.count": 2, "3.count": 2}
+    assert saved["1.count"] == saved["3.count"] == 2
+
+
+def test_initial_optimizer_state_of_other_stages_is_dropped() -> None:
+    for rank in unusual_ranks():
+        for each in (rank["Scaled"], rank["Sequential"]):
+            trained = {name for name in each["model"] if name.rpartition(".")[2] in {"weight", "bias"}}
+            trained -= {"other.weight", "other.bias"}
+            assert each["optimizer"] == {f"{name}.{key}" for name in trained for key in ("sum", "step")}
+
+
+def test_ranks_learn_the_new_dtype_of_a_batch() -> None:
+    for rank in unusual_ranks():
+        assert rank["dtypes"][0] == rank["dtypes"][1]
+
+
+def test_the_loss_draws_the_same_numbers_on_the_first_and_the_last_stage() -> None:
+    def denoise(model: Any, batch: Any) -> tuple[Any, ...]:
+        noise = torch.randn_like(batch)
+        return (model(batch + noise) - (batch + noise)).square().sum(), 1
+
+    model = nn.Sequential(nn.Identity(), nn.Linear(3, 3, bias=False))
+    nn.init.eye_(model[1].weight)
+    runner = StageRunner(interleaved(1, 2, 2), dict(enumerate(split_into_stages(model, ["1"]))), denoise, seed=0)
+    assert [float(part["loss"][0]) for part in runner.run([torch.ones(2, 3)] * 2)] == pytest.approx([0, 0], abs=1e-9)
+
+
+def test_a_stage_may_change_its_input_in_place() -> None:
+    model = nn.Sequential(nn.Linear(3, 4), nn.ReLU(inplace=True), nn.Linear(4, 2))
+    runner = StageRunner(interleaved(1, 1, 2), dict(enumerate(split_into_stages(model, ["1"]))), output_squares)
+    runner.run([torch.ones(2, 3)])
+    gradients = [parameter.grad for parameter in model.parameters()]
+    model.zero_grad()
+    output_squares(model, torch.ones(2, 3))[0].backward()
+    for parameter, gradient in zip(model.parameters(), gradients, strict=True):
+        torch.testing.assert_close(gradient, parameter.grad, **CLOSE)
+    assert set(module_seconds(model, output_squares, torch.ones(2, 3))) == {"0", "1", "2"}
+
+
+def test_a_model_that_stages_cannot_train_is_rejected() -> None:
+    unfrozen, synced = Scaled(), toy()
+    unfrozen.other.requires_grad_()
+    synced.append(synchronize_batch_norm(nn.BatchNorm1d(2), World()))
+    for model, said in [
+        (unfrozen, r"the chain of Scaled must contain every trainable parameter, .* 'other.weight'. Return its"),
+        (synced, "'8' is a SyncBatchNorm, which synchronizes all ranks, but the ranks of a pipeline run different"),
+    ]:
+        with pytest.raises(ConfigError, match=said):
+            check_pipeline(model, PipelineConfig(), 2)
 
 
 def test_a_model_without_a_chain_is_rejected() -> None:

@@ -6,20 +6,21 @@ gradient of its input to the rank of the previous stage. The sends and receives 
 cannot deadlock with gloo or NCCL. While a rank computes one action, it can receive the message for its next action.
 
 The shape of a message depends only on the micro-batch, which is the same on all ranks of a pipeline. If a step contains
-a micro-batch with a new shape, a header with the shape is sent before each activation. After that step, all ranks know
-the shape.
+a micro-batch with a new shape or dtype, a header with the shape is sent before each activation. After that step, all
+ranks know the shape.
 
 In this project, pipelines have been run only with gloo. For NCCL, the order of the batches is tested in a simulation.
 
 A loss function is called as `loss(model, batch)`. It must call the model once, with inputs from the batch, and return a
 sum and a count. On the first stage, the loss function is called only to capture the model's inputs, and is aborted when
 it calls the model. On the last stage, it is called with a stand-in for the model that returns the output of the last
-stage. Other stages do not call the loss function.
+stage. Other stages do not call the loss function. With a seed, both calls draw the same random numbers, for example to
+add noise to the inputs.
 """
 
 import time
-from collections.abc import Mapping, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -33,6 +34,7 @@ from ddp_tutorial.compat import tree_leaves
 from ddp_tutorial.phases import phase
 from ddp_tutorial.pipeline.exchanges import Transfer, slots_of
 from ddp_tutorial.pipeline.schedules import BACKWARD, FORWARD, Action, Table, Timed, dependencies
+from ddp_tutorial.pipeline.stages import writable
 from ddp_tutorial.rng import seeded_rng
 
 _DTYPES = [
@@ -86,9 +88,10 @@ class StageRunner:
             peers: The ranks of the pipeline, in order.
             place: The position of this rank in `peers`.
             precision: The mixed-precision settings.
-            seed: The seed for dropout. With a seed, dropout depends only on the seed, the step, the stage, and the
-                micro-batch. Dropout is then the same for every schedule and number of ranks, if the split into stages
-                is the same. Without a seed, dropout uses the rank's own random number generators.
+            seed: The seed for dropout and for random numbers in the loss function. With a seed, dropout depends only on
+                the seed, the step, the stage, and the micro-batch. Dropout is then the same for every schedule and
+                number of ranks, if the split into stages is the same. Without a seed, each rank uses its own random
+                number generators, so the loss function must not draw random numbers.
         """
         self.table, self.stages, self.loss, self.peers, self.place = table, stages, loss, peers, place
         self.precision, self.seed = precision or Precision(), seed
@@ -153,21 +156,30 @@ class StageRunner:
         stage, is_last = self.stages[action.stage], action.stage == self.count - 1
         if x is not None and x.is_floating_point():
             x.requires_grad_()
-        with _drawing(self.seed, self.number, action, self.device):
+
+        def run_stage(*inputs: Any, **named: Any) -> Any:
+            with self._seeded(action.stage, action.micro_batch):
+                return stage(*inputs, **named) if x is None else stage(writable(x))
+
+        with self._seeded(self.count, action.micro_batch), self.precision.autocast():  # for the loss function
             if is_last:
-                answer = _LastStageOutput(stage, x)
-                with self.precision.autocast():
-                    total, parts = call_loss(self.loss, answer, batch)
+                answer = _LastStageOutput(run_stage)
+                total, parts = call_loss(self.loss, answer, batch)
                 answer.check()
                 step.parts.append(parts)
                 out = total * self.precision.loss_scale
             else:
-                inputs, named = _inputs_of(self.loss, batch) if x is None else ((x,), {})
-                with self.precision.autocast():
-                    out = stage(*inputs, **named)
+                inputs, named = _inputs_of(self.loss, batch) if x is None else ((), {})
+                out = run_stage(*inputs, **named)
                 _check_output(out, action.stage)
         step.live[action.stage, action.micro_batch] = x, out
         return None if is_last else out.detach()
+
+    def _seeded(self, stage: int, micro_batch: int) -> AbstractContextManager[None]:
+        """Seed the generators for a stage or, if `stage` is the number of stages, for the loss function."""
+        if self.seed is None:
+            return nullcontext()
+        return seeded_rng(self.seed, self.number, stage, micro_batch, device=self.device)
 
     def _backward(self, step: _Step, action: Action, gradient: torch.Tensor | None) -> torch.Tensor | None:
         """Run a backward pass, and return the gradient for the previous stage.
@@ -265,12 +277,12 @@ class StageRunner:
 
 
 def _key(batch: Any) -> str:
-    """Return a key that consists of the batch's tensor shapes and non-tensor values.
+    """Return a key that consists of the batch's tensor shapes and dtypes, and its non-tensor values.
 
-    The shapes of activations may depend on these shapes and values.
+    The shapes and dtypes of activations may depend on these values.
     """
     leaves = tree_leaves(batch)
-    return repr([tuple(leaf.shape) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves])
+    return repr([(tuple(leaf.shape), leaf.dtype) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves])
 
 
 def _header(tensor: torch.Tensor) -> torch.Tensor:
@@ -327,20 +339,17 @@ class _FirstStageInput(nn.Module):
 
 
 class _LastStageOutput(nn.Module):
-    """A stand-in for the model on the last stage, which ignores its arguments and returns the stage's output.
+    """A stand-in for the model on the last stage, which returns the stage's output and counts the calls."""
 
-    `x` is the input from the previous stage. With only one stage, `x` is None, and the stage receives the arguments.
-    """
-
-    def __init__(self, stage: nn.Module, x: torch.Tensor | None) -> None:
-        """Store the stage and its input."""
+    def __init__(self, run_stage: Callable[..., Any]) -> None:
+        """Store a function that returns the stage's output for the arguments of the model."""
         super().__init__()
-        self.stage, self.x, self.calls = stage, x, 0
+        self.run_stage, self.calls = run_stage, 0
 
     def forward(self, *inputs: Any, **named: Any) -> Any:
         """Return the output of the stage."""
         self.calls += 1
-        return self.stage(*inputs, **named) if self.x is None else self.stage(self.x)
+        return self.run_stage(*inputs, **named)
 
     def check(self) -> None:
         """Raise an error unless the loss has called the model exactly once.
@@ -352,13 +361,3 @@ class _LastStageOutput(nn.Module):
             raise LossError(
                 f"in a pipeline, the loss function must call the model exactly once, got {self.calls} calls"
             )
-
-
-def _drawing(seed: int | None, step: int, action: Action, device: torch.device) -> Any:
-    """Return a context manager that seeds the random number generators by step, stage, and micro-batch.
-
-    Without a seed, the context manager does nothing.
-    """
-    if seed is None:
-        return nullcontext()
-    return seeded_rng(seed, step, action.stage, action.micro_batch, device=device)

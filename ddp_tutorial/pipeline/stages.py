@@ -10,6 +10,7 @@ Models with skip connections across a stage boundary, such as a U-Net, are not s
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import torch
 from torch import nn
 
 from ddp_tutorial.config import ConfigError, did_you_mean
@@ -31,6 +32,25 @@ class Stage(nn.Module):
         for part in others:
             x = part(x)
         return x
+
+
+class _Alias(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x.detach()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> torch.Tensor:
+        return gradients[0]
+
+
+def writable(x: torch.Tensor) -> torch.Tensor:
+    """Return an alias of `x` that a module may change in place, such as `nn.ReLU(inplace=True)`.
+
+    PyTorch rejects an in-place change of a leaf that requires a gradient.
+    """
+    alias: torch.Tensor = _Alias.apply(x)
+    return alias
 
 
 def chain_of(model: nn.Module) -> dict[str, nn.Module]:

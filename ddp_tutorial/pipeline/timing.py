@@ -10,7 +10,7 @@ from torch import nn
 
 from ddp_tutorial.accumulation.loss import Loss, call_loss
 from ddp_tutorial.accumulation.precision import Precision
-from ddp_tutorial.pipeline.stages import balance, chain_of
+from ddp_tutorial.pipeline.stages import balance, chain_of, writable
 from ddp_tutorial.rng import preserved_rng
 
 _REPEATS = 5
@@ -92,7 +92,7 @@ class _TimedChain(nn.Module):
         if x.is_floating_point():
             x.requires_grad_()
         self.calls.append((name, out, x))
-        return x
+        return writable(x)
 
     def _timed(self, name: str, work: Callable[[], Any]) -> Any:
         self._finish()
