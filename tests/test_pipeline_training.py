@@ -17,7 +17,7 @@ from ddp_tutorial.config import ConfigError
 from ddp_tutorial.pipeline import timing
 from ddp_tutorial.pipeline.config import PipelineConfig
 from ddp_tutorial.pipeline.parallel import Pipeline, require_cuts
-from ddp_tutorial.pipeline.stages import even_splits
+from ddp_tutorial.pipeline.stages import even_splits, splits_of
 from ddp_tutorial.processes.launcher import launch
 from ddp_tutorial.sharding.config import SourceConfig
 from ddp_tutorial.sharding.sources import make_source
@@ -132,8 +132,8 @@ def test_measured_cuts_are_agreed_and_recorded_and_a_resumed_run_uses_them() -> 
 
 def test_the_same_measurement_has_the_same_cuts() -> None:
     seconds = {"a": 1.0, "b": 1.0, "c": 2.0, "d": 4.0}
-    assert timing.splits_of(seconds, 2) == ["d"]
-    assert timing.splits_of(seconds, 3) == ["c", "d"]
+    assert splits_of(seconds, 2) == ["d"]
+    assert splits_of(seconds, 3) == ["c", "d"]
     config = PipelineConfig(micro_batches=2, split="measured")
     assert "requires a Trainer" in error_of(lambda: require_cuts(config))
 

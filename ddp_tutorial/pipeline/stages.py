@@ -110,13 +110,21 @@ def even_splits(model: nn.Module, stages: int) -> list[str]:
         ConfigError: If there are more stages than modules.
     """
     chain = chain_of(model)
-    if stages > len(chain):
+    return splits_of({name: sum(p.numel() for p in module.parameters()) for name, module in chain.items()}, stages)
+
+
+def splits_of(costs: Mapping[str, float], stages: int) -> list[str]:
+    """Return the names of the modules at which to split a chain, given each module's cost, in chain order.
+
+    Raises:
+        ConfigError: If there are more stages than modules.
+    """
+    if stages > len(costs):
         raise ConfigError(
-            f"{stages} stages require at least {stages} modules, got {len(chain)}: {', '.join(chain)}. Use fewer stages"
+            f"{stages} stages require at least {stages} modules, got {len(costs)}: {', '.join(costs)}. Use fewer stages"
         )
-    sizes = [sum(parameter.numel() for parameter in module.parameters()) for module in chain.values()]
-    names = list(chain)
-    return [names[first] for first in balance(sizes, stages)]
+    names = list(costs)
+    return [names[first] for first in balance(list(costs.values()), stages)]
 
 
 def balance(costs: Sequence[float], stages: int) -> list[int]:

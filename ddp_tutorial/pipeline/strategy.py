@@ -49,16 +49,9 @@ class PipelineStrategy:
         precision: Precision | None = None,
         accumulation: int = 1,
     ) -> None:
-        """Split the model into stages. Collective.
+        """Split the full model, which must be the same on all ranks, into stages. Collective.
 
-        Args:
-            model: The full model, which must be the same on all ranks.
-            world: The participating ranks.
-            loss: The loss function.
-            config: The pipeline settings.
-            seed: The seed for dropout.
-            precision: The mixed-precision settings.
-            accumulation: The number of schedule executions per step, each of which uses new micro-batches.
+        `accumulation` is the number of schedule executions per step, each of which uses new micro-batches.
         """
         self.micro_batches_per_rank = accumulation * require_even_micro_batches(config)
         self.module, self.world, self.config = model, world, config

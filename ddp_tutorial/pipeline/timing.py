@@ -2,7 +2,7 @@
 
 import copy
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -10,7 +10,7 @@ from torch import nn
 
 from ddp_tutorial.accumulation.loss import Loss, call_loss
 from ddp_tutorial.accumulation.precision import Precision
-from ddp_tutorial.pipeline.stages import balance, chain_of, writable
+from ddp_tutorial.pipeline.stages import chain_of, splits_of, writable
 from ddp_tutorial.rng import preserved_rng
 
 _REPEATS = 5
@@ -31,14 +31,7 @@ def measured_splits(
         stages: The number of stages.
         precision: The mixed-precision settings.
     """
-    seconds = module_seconds(model, loss, batch, precision)
-    return splits_of(seconds, stages)
-
-
-def splits_of(seconds: Mapping[str, float], stages: int) -> list[str]:
-    """Return the names of the modules at which to split, given each module's execution time, in chain order."""
-    names = list(seconds)
-    return [names[first] for first in balance(list(seconds.values()), stages)]
+    return splits_of(module_seconds(model, loss, batch, precision), stages)
 
 
 def module_seconds(model: nn.Module, loss: Loss, batch: Any, precision: Precision | None = None) -> dict[str, float]:

@@ -30,13 +30,7 @@ class StageWeights:
     """
 
     def __init__(self, model: nn.Module, pipeline: Pipeline, group: Any) -> None:
-        """Register the hooks that gather each unit's weights for the forward pass and then free them.
-
-        Args:
-            model: The full model.
-            pipeline: The pipeline with this rank's stages.
-            group: The process group of this pipeline.
-        """
+        """Register the hooks that gather each unit's weights over `group` for the forward pass and then free them."""
         self.model, self.pipeline, self.group = model, pipeline, group
         self.shapes = {name: tensor.shape for name, tensor in self.tensors.items()}
         self.own = {name for name, places in pipeline.places.items() if pipeline.place in places}
