@@ -82,13 +82,10 @@ class PowerSGD:
     """
 
     def __init__(self, link: Link, world_size: int, rank: int = 2, seed: int = 0) -> None:
-        """Create a hook whose residuals are zero. Raise `ValueError` if `rank` is less than 1.
+        """Create a hook whose residuals are zero, with an initial Q from `seed`.
 
-        Args:
-            link: The link that carries the all-reduces.
-            world_size: The number of ranks.
-            rank: The rank of the approximation.
-            seed: The seed for the initial Q.
+        Raises:
+            ValueError: If `rank`, the rank of the approximation, is less than 1.
         """
         if rank < 1:
             raise ValueError(f"the rank of the PowerSGD approximation ('rank') must be at least 1, got {rank}")

@@ -19,7 +19,7 @@ Li et al., "PyTorch Distributed: Experiences on Accelerating Data Parallel Train
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import cached_property, partial
+from functools import cached_property
 from itertools import zip_longest
 from typing import Any, ClassVar, NoReturn, cast
 from weakref import WeakMethod, WeakSet, ref
@@ -55,24 +55,30 @@ class DataParallel(ABC):
         RuntimeError: On every rank, if the models differ between ranks, or if no parameter is trainable.
     """
 
-    link: Link | None = None  # carries the gradients; None if PyTorch's C++ code sends them directly
     kept: PowerSGD | None = None  # the state of PowerSGD, which is different on each rank
     acts_in_backward: ClassVar[bool] = False  # if true, no other wrapper of the same parameters can be in use
     calls = 0  # forward passes so far
 
     def __init__(
-        self, module: nn.Module, world: World, *, find_unused_parameters: bool = False, sync_buffers: bool = True
+        self,
+        module: nn.Module,
+        world: World,
+        link: Link | None = None,
+        *,
+        find_unused_parameters: bool = False,
+        sync_buffers: bool = True,
     ) -> None:
         """Check that all ranks have the same model, and broadcast rank 0's weights and buffers.
 
         Args:
             module: The model, on this rank's device.
             world: The participating ranks.
+            link: The link that carries the gradients. None if PyTorch's C++ code sends the gradients directly.
             find_unused_parameters: Whether to allow parameters without a gradient.
             sync_buffers: Whether to broadcast rank 0's buffers in each step.
         """
         sync_initial_state(module, world)
-        self.module, self.world = module, world
+        self.module, self.world, self.link = module, world, link
         self.compiled: nn.Module | None = None
         self.find_unused_parameters = find_unused_parameters
         # A tied parameter has several names and is listed once; a frozen parameter has no gradient to average.
@@ -204,11 +210,6 @@ class NaiveDDP(DataParallel):
 
     link: Link
 
-    def __init__(self, module: nn.Module, world: World, link: Link, **options: bool) -> None:
-        """Wrap `module`. The `options` are passed to `DataParallel`."""
-        super().__init__(module, world, **options)
-        self.link = link
-
     @torch.no_grad()
     def finish(self) -> None:
         """Average each `.grad` in a separate all-reduce."""
@@ -233,8 +234,7 @@ class FlatDDP(DataParallel):
 
     def __init__(self, module: nn.Module, world: World, link: Link, **options: bool) -> None:
         """Wrap `module`. The `options` are passed to `DataParallel`."""
-        super().__init__(module, world, **options)
-        self.link = link
+        super().__init__(module, world, link, **options)
         self.buckets = make_buckets(self.trainable)  # one for each dtype and device
 
     def finish(self) -> None:
@@ -264,17 +264,12 @@ class BucketDDP(DataParallel):
     def __init__(
         self, module: nn.Module, world: World, hook: Hook, *, bucket_cap_mb: float | None = None, **options: bool
     ) -> None:
-        """Wrap `module`.
+        """Wrap `module`, and reduce each bucket with `hook`. The `options` are passed to `DataParallel`.
 
-        Args:
-            module: The model, on this rank's device.
-            world: The participating ranks.
-            hook: The hook that reduces a bucket.
-            bucket_cap_mb: Bucket size in MiB. The default is 1 for the first bucket and 25 for all other buckets.
-            options: Options that are passed to `DataParallel`.
+        The default `bucket_cap_mb` is 1 MiB for the first bucket and 25 MiB for all other buckets.
         """
-        super().__init__(module, world, **options)
-        self.hook, self.link = hook, hook.link
+        super().__init__(module, world, hook.link, **options)
+        self.hook = hook
         self.kept = hook if isinstance(hook, PowerSGD) else None
         self.cap = (25 if bucket_cap_mb is None else bucket_cap_mb) * MIB
         self.first_cap = MIB if bucket_cap_mb is None else self.cap
@@ -284,8 +279,8 @@ class BucketDDP(DataParallel):
         # The autograd nodes that accumulate the gradients. Their hooks run after all hooks of the parameters, which may
         # change the gradient. A parameter does not keep its node alive.
         self._nodes = [get_gradient_edge(parameter).node for _, parameter in self.trainable]
-        arrive: WeakMethod[Callable[[int], None]] = WeakMethod(self._arrive)
-        self._hooks = [node.register_hook(partial(_arrive_at, arrive, index)) for index, node in enumerate(self._nodes)]
+        arrive = WeakMethod(self._arrive)
+        self._hooks = [node.register_hook(call_later(arrive, index)) for index, node in enumerate(self._nodes)]
 
     def detach(self) -> None:
         """Remove the autograd hooks."""
@@ -381,13 +376,17 @@ class BucketDDP(DataParallel):
                     parameter.grad = view.copy_(parameter.grad)
 
 
-def _arrive_at(arrive: WeakMethod[Callable[[int], None]], index: int, *_: object) -> None:
-    """Call `arrive` unless the `BucketDDP` that owns the method has been garbage-collected.
+def call_later(method: WeakMethod[Callable[..., None]], *args: Any) -> Callable[..., None]:
+    """Return an autograd hook that calls `method` with `args`, unless its owner has been garbage-collected.
 
-    An autograd graph can keep the hook alive longer than the `BucketDDP`.
+    Python cannot track autograd's references, and a graph can keep the hook alive longer than the owner.
     """
-    if (method := arrive()) is not None:
-        method(index)
+
+    def hook(*_: object) -> None:
+        if (alive := method()) is not None:
+            alive(*args)
+
+    return hook
 
 
 class TorchDDP(DataParallel):
@@ -405,10 +404,10 @@ class TorchDDP(DataParallel):
         super().__init__(
             module,
             world,
+            hook.link if hook else None,
             find_unused_parameters=config.find_unused_parameters,
             sync_buffers=False,  # PyTorch does that itself
         )
-        self.link = hook.link if hook else None  # without a hook, PyTorch's C++ code calls gloo or NCCL directly
         self.ddp: DistributedDataParallel | None = None
         self._allows_unused = config.find_unused_parameters or config.static_graph
         if world.size == 1:

@@ -48,13 +48,8 @@ def average(world: World, link: Link, tensors: Sequence[torch.Tensor], name: str
     """Replace each tensor with its mean over all ranks, in place. Collective.
 
     The function runs one all-reduce for each combination of dtype and device. Before the all-reduce, each rank divides
-    its tensors by the world size, as torch's averagers do. The results are bitwise identical on all ranks.
-
-    Args:
-        world: The participating ranks.
-        link: The link that performs the all-reduces.
-        tensors: The tensors, which may have different shapes.
-        name: The name of the all-reduce, for the link's observer.
+    its tensors by the world size, as torch's averagers do. The results are bitwise identical on all ranks. The tensors
+    may have different shapes.
     """
     kinds: dict[object, list[torch.Tensor]] = {}
     for tensor in tensors:

@@ -24,13 +24,7 @@ class OuterNesterov:
     """
 
     def __init__(self, named: Sequence[tuple[str, nn.Parameter]], learning_rate: float, momentum: float) -> None:
-        """Store the arguments.
-
-        Args:
-            named: The model's parameters, with their names.
-            learning_rate: The outer learning rate.
-            momentum: The outer momentum.
-        """
+        """Copy the current parameters as the initial weights of the first round, with a velocity of zero."""
         self.named, self.learning_rate, self.momentum = list(named), learning_rate, momentum
         self.start = {name: parameter.detach().clone() for name, parameter in named}
         self.velocity = {name: torch.zeros_like(each) for name, each in self.start.items()}

@@ -22,12 +22,7 @@ class AveragedModelState:
     """The averaged weights, which are the same on all ranks."""
 
     def __init__(self, module: nn.Module, whole: Callable[[], AbstractContextManager[nn.Module]]) -> None:
-        """Store the arguments.
-
-        Args:
-            module: The model.
-            whole: A function that returns a context manager. Within its block, the model contains the averaged weights.
-        """
+        """Store the model. Within the context manager that `whole` returns, it contains the averaged weights."""
         self.module, self.full_parameters = module, whole
 
     def state_dict(self) -> State:
@@ -47,14 +42,7 @@ class LocalWeightsState:
     """
 
     def __init__(self, module: nn.Module, world: World, rounds: Rounds, alone: Callable[[], int]) -> None:
-        """Store the arguments.
-
-        Args:
-            module: The model.
-            world: The participating ranks.
-            rounds: The length of a round, and the number of updates before the first round.
-            alone: A function that returns the number of steps that this rank has taken in the current round.
-        """
+        """Store the arguments. `alone` returns the number of steps that this rank has taken in the current round."""
         self.module, self.world, self.rounds, self.alone = module, world, rounds, alone
 
     def state_dict(self) -> State:

@@ -63,17 +63,7 @@ class LocalSGD:
         accumulation: int = 1,
         precision: Precision | None = None,
     ) -> None:
-        """Broadcast rank 0's weights. Collective.
-
-        Args:
-            model: The model.
-            world: The participating ranks.
-            loss: The loss function.
-            config: The strategy's options, such as the length of a round.
-            link: The link that all-reduces the weights.
-            accumulation: The number of micro-batches per step on each rank.
-            precision: The mixed-precision settings.
-        """
+        """Broadcast rank 0's weights. `link` all-reduces the weights of each round. Collective."""
         self.module, self.world, self.accumulation = model, world, accumulation
         self.rounds = Rounds(config.round, config.begin)
         self.link = self.counted = CountingLink(link, world)

@@ -109,7 +109,7 @@ class ShardedGradients:
         """Gather the updated parameters on all ranks. Collective; call this after the optimizer step."""
         for bucket in self.buckets if self.shards.size > 1 else ():
             layout = bucket.layout
-            rows = torch.zeros(self.shards.size, layout.length, dtype=bucket.dtype, device=self.shards.device)
+            rows = torch.zeros(self.shards.size, layout.length, dtype=bucket.dtype, device=self.shards.world.device)
             row = rows.new_zeros(layout.length)
             parameters = [self.named[name] for name in bucket.names]
             for place, parameter in zip(layout.pieces(row, self.shards.rank), parameters, strict=True):

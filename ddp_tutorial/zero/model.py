@@ -20,7 +20,7 @@ Zhao et al., "PyTorch FSDP: Experiences on scaling fully sharded data parallel",
 """
 
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import fields, is_dataclass
 from functools import partial
@@ -36,7 +36,7 @@ from ddp_tutorial.collectives import from_rank_zero
 from ddp_tutorial.compat import current_backward, is_in_backward, tree_leaves, tree_map
 from ddp_tutorial.config import ConfigError
 from ddp_tutorial.ddp.sync_bn import BatchNorm
-from ddp_tutorial.ddp.wrappers import require_frozen, sync_initial_state
+from ddp_tutorial.ddp.wrappers import call_later, require_frozen, sync_initial_state
 from ddp_tutorial.groups import group_of
 from ddp_tutorial.mesh import Mesh
 from ddp_tutorial.world import World
@@ -63,12 +63,7 @@ class Unit:
     ) -> None:
         """Pack the full parameters into rows, keep this rank's row, and free the full parameters.
 
-        Args:
-            named: The full parameters by name. All parameters must have the same dtype.
-            shards: The ranks that share one replica of the model.
-            dtype: The dtype of the gathered parameters. None keeps the dtype of the parameters.
-            group: The process group for the all-gathers.
-            path: The `ExecutionPath` that records the order in which this rank gathers units.
+        `dtype` is the dtype of the gathered parameters; None keeps their dtype. `group` is for the all-gathers.
 
         Raises:
             ConfigError: If the parameters have different dtypes.
@@ -81,12 +76,12 @@ class Unit:
         [master] = kinds
         self.dtype = dtype or master
         self.layout = Layout([parameter.shape for parameter in self.parameters], shards.size)
-        rows = torch.zeros(shards.size, self.layout.length, dtype=master, device=shards.device)
+        rows = torch.zeros(shards.size, self.layout.length, dtype=master, device=shards.world.device)
         for index, parameter in enumerate(self.parameters):
             self.layout.pack(rows, index, parameter.detach())
         self.row = rows[shards.rank].clone()  # the master weights, which the optimizer updates
         self.pieces = self.layout.pieces(self.row, shards.rank)
-        self.wholes = [torch.empty(p.shape, dtype=self.dtype, device=shards.device) for p in self.parameters]
+        self.wholes = [torch.empty(p.shape, dtype=self.dtype, device=shards.world.device) for p in self.parameters]
         self.trained = {name: parameter for name, parameter in named.items() if parameter.requires_grad}
         self.reduction = Reduction(self.trained, master, shards)
         self.reductions: Reductions  # the reductions of the model, which sets this attribute
@@ -112,10 +107,7 @@ class Unit:
         self._coming = self._gathered(self.row.to(self.dtype))
 
     def _gathered(self, row: torch.Tensor) -> tuple[torch.Tensor, dist.Work | None]:
-        """Start the all-gather of `row`, and return the rows and the work handle.
-
-        The rows are valid after the work completes.
-        """
+        """Start the all-gather of `row`, and return the rows, which are valid after the returned work completes."""
         if self.shards.size == 1:
             return row[None], None
         rows = row.new_empty(self.shards.size, self.layout.length)
@@ -149,10 +141,10 @@ class Unit:
         accumulates the gradient. Autograd creates a new node when the parameter's dtype changes, and the parameter does
         not keep its node alive.
         """
-        arrive: WeakMethod[Callable[[int, nn.Parameter], None]] = WeakMethod(self._arrive)
+        arrive = WeakMethod(self._arrive)
         for index, (name, parameter) in enumerate(self.trained.items()):
             if parameter.requires_grad and (node := get_gradient_edge(parameter).node) is not self._nodes.get(name):
-                node.register_hook(partial(_call, arrive, index, parameter))
+                node.register_hook(call_later(arrive, index, parameter))
                 self._nodes[name] = node
 
     def _arrive(self, index: int, parameter: nn.Parameter) -> None:
@@ -421,12 +413,6 @@ class ShardedModel:
             self._is_pinned = False
             for unit in self.units:
                 unit.free()
-
-
-def _call(arrive: WeakMethod[Callable[[int, nn.Parameter], None]], index: int, p: nn.Parameter, *_: object) -> None:
-    """Call `arrive` unless its unit has been garbage-collected. Python cannot track autograd's references."""
-    if (method := arrive()) is not None:
-        method(index, p)
 
 
 def tensors_of(output: Any) -> Iterator[torch.Tensor]:

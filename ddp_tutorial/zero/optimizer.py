@@ -108,7 +108,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         for dtype, parameters in by_dtype.items():
             of_ranks = [self._owned(parameters, rank) for rank in range(self.shards.size)]
             longest = max(sum(map(torch.numel, owned)) for owned in of_ranks)
-            rows = torch.zeros(self.shards.size, longest, dtype=dtype, device=self.shards.device)
+            rows = torch.zeros(self.shards.size, longest, dtype=dtype, device=self.shards.world.device)
             mine = [parameter.reshape(-1) for parameter in of_ranks[self.shards.rank]]
             row = rows.new_zeros(longest)
             if mine:

@@ -10,11 +10,7 @@ class DifferentPathsError(RuntimeError):
     """Raised if the ranks used different units of a sharded model, and therefore gathered mismatched units."""
 
     def __init__(self, found: str) -> None:
-        """Construct the error message.
-
-        Args:
-            found: The observed difference, as a sentence without a period.
-        """
+        """Append advice to `found`, the observed difference, which is a sentence without a period."""
         super().__init__(
             f"{found}. If parameters are sharded, all ranks must use the same modules in the same order. Use "
             "strategy=zero2, or strategy=ddp with ddp.find_unused_parameters=true. With strategy=zero3, ranks may skip "

@@ -47,12 +47,7 @@ class Layout:
     """A layout that packs the shards of several tensors into one row per rank."""
 
     def __init__(self, shapes: Sequence[torch.Size], size: int) -> None:
-        """Compute the position of each shard in a row.
-
-        Args:
-            shapes: The shapes of the full tensors.
-            size: The number of ranks, which is also the number of rows.
-        """
+        """Compute the position of each shard in a row, given the full shapes and the number of ranks."""
         self.shapes, self.size = list(shapes), size
         self.counts = [shape.numel() for shape in shapes]
         self.each = [-(-count // size) for count in self.counts]  # number of elements of each tensor in a row

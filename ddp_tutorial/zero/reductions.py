@@ -23,13 +23,7 @@ class Reduction:
     """
 
     def __init__(self, named: Mapping[str, nn.Parameter], dtype: torch.dtype, shards: Shards) -> None:
-        """Compute the layout of the rows.
-
-        Args:
-            named: The parameters by name.
-            dtype: The dtype of the rows.
-            shards: The ranks that share one replica of the model.
-        """
+        """Compute the layout of the rows, whose dtype is `dtype`, for the parameters in `named`."""
         self.names, self.dtype, self.shards = list(named), dtype, shards
         self.layout = Layout([parameter.shape for parameter in named.values()], shards.size)
         self.used: set[int] = set()  # indices of the parameters that got a gradient on this rank since the last `take`
@@ -72,7 +66,9 @@ class Reduction:
 
     def _zeros(self) -> torch.Tensor:
         if self._rows is None:
-            self._rows = torch.zeros(self.shards.size, self.layout.length, dtype=self.dtype, device=self.shards.device)
+            self._rows = torch.zeros(
+                self.shards.size, self.layout.length, dtype=self.dtype, device=self.shards.world.device
+            )
         return self._rows
 
     def start(self) -> None:
@@ -150,12 +146,7 @@ class Reductions:
     """All reductions of a model. Each one starts when its gradients are complete and the previous one has started."""
 
     def __init__(self, reductions: Iterable[Reduction], world: World) -> None:
-        """Store the reductions.
-
-        Args:
-            reductions: The reductions, in the order in which they start. The order must be the same on every rank.
-            world: The participating ranks.
-        """
+        """Store the reductions in the order in which they start, which must be the same on every rank."""
         self.ordered, self.world = list(reductions), world
         self._started = 0
         self._is_open = False  # whether a backward pass has produced gradients and has not finished

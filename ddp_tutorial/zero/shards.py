@@ -30,12 +30,7 @@ class Shards:
     """
 
     def __init__(self, world: World, mesh: Mesh | None = None) -> None:
-        """Create the process groups. Collective.
-
-        Args:
-            world: The participating ranks.
-            mesh: The number of replicas and the number of ranks per replica. The default is one replica, shared by all
-                ranks.
+        """Create the process groups. By default, all ranks share one replica. Collective.
 
         Raises:
             ValueError: If the number of ranks in the mesh is not the world size.
@@ -54,8 +49,3 @@ class Shards:
     def piece_of(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return a copy of this rank's flat shard of a tensor."""
         return tensor.reshape(-1)[piece_of(tensor.numel(), self.rank, self.size)].clone()
-
-    @property
-    def device(self) -> torch.device:
-        """Device of this rank."""
-        return self.world.device

@@ -23,12 +23,7 @@ class OptimizerState:
     """The state of an optimizer that updates one rank's parameters, with tensor names such as "head.weight.exp_avg"."""
 
     def __init__(self, optimizer: torch.optim.Optimizer, named: Mapping[str, torch.Tensor]) -> None:
-        """Store the arguments.
-
-        Args:
-            optimizer: This rank's optimizer.
-            named: The parameters of `optimizer`, by name.
-        """
+        """Store this rank's optimizer and its parameters, by name."""
         self.optimizer, self.named = optimizer, dict(named)
 
     def state_dict(self) -> State:
@@ -88,13 +83,7 @@ class OptimizerStateOfPieces(OptimizerState):
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, pieces: "Pieces", named: Mapping[str, torch.Tensor]) -> None:
-        """Store the arguments.
-
-        Args:
-            optimizer: This rank's optimizer.
-            pieces: The converter from a shard to a DTensor of the full parameter.
-            named: The shards that `optimizer` updates, by parameter name.
-        """
+        """Store the optimizer, and the shards that it updates, by parameter name."""
         super().__init__(optimizer, named)
         self.pieces = pieces
 
@@ -122,13 +111,7 @@ class Pieces:
     """
 
     def __init__(self, model: nn.Module, world: World, mesh: Mesh | None = None) -> None:
-        """Record the number of elements of each parameter. Collective.
-
-        Args:
-            model: The unsharded model.
-            world: The participating ranks.
-            mesh: The number of model replicas and the number of ranks per replica. The default is a single replica.
-        """
+        """Record the number of elements of each parameter of the unsharded `model`. Collective."""
         self.counts = {name: parameter.numel() for name, parameter in model.named_parameters()}
         self.mesh: DeviceMesh | None = None
         if world.size > 1:
@@ -161,13 +144,7 @@ class ModelState:
     """
 
     def __init__(self, module: nn.Module, of_whole: Callable[[str, torch.Tensor], torch.Tensor]) -> None:
-        """Store the arguments.
-
-        Args:
-            module: The sharded model.
-            of_whole: A function that returns the tensor to store in a checkpoint, given a parameter's name and this
-                rank's shard.
-        """
+        """Store the sharded model, and a function that converts a parameter's name and shard to a stored tensor."""
         self.module, self.of_whole = module, of_whole
 
     def state_dict(self) -> State:

@@ -38,13 +38,7 @@ class Zero1Strategy(DDPStrategy):
     """A strategy that all-reduces gradients like DDP and shards the optimizer state across the ranks."""
 
     def __init__(self, *args: Any, mesh: Mesh | None = None, **options: Any) -> None:
-        """Construct a `DDPStrategy` with a `mesh` for the optimizer state.
-
-        Args:
-            *args: Positional arguments of `DDPStrategy`.
-            mesh: The number of state replicas and the number of ranks per replica. The default is one replica.
-            **options: Keyword arguments of `DDPStrategy`.
-        """
+        """Construct a `DDPStrategy` with a `mesh` for the optimizer state. The default is one replica."""
         super().__init__(*args, **options)
         self.mesh = mesh
 
@@ -79,15 +73,9 @@ class ShardedStrategy(ABC):
         precision: Precision | None = None,
         mesh: Mesh | None = None,
     ) -> None:
-        """Prepare the model and the loss. Collective.
+        """Prepare the model, which must have full parameters, and the loss. Collective.
 
-        Args:
-            model: The model, with full parameters.
-            world: The participating ranks.
-            loss: A function that computes the loss of a micro-batch.
-            accumulation: The number of micro-batches per rank per step.
-            precision: The precision of the forward pass, and the loss scale.
-            mesh: The number of model replicas and the number of ranks per replica. The default is a single replica.
+        `accumulation` is the number of micro-batches per rank per step. The default mesh is a single replica.
         """
         self.module, self.world, self.accumulation, self.mesh = model, world, accumulation, mesh
         self.loss = StepLoss(loss, world, precision)
@@ -109,11 +97,7 @@ class ShardedStrategy(ABC):
 
     @abstractmethod
     def setup_optimizer(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
-        """Return an optimizer that updates this rank's shards. Collective.
-
-        Args:
-            optimizer: An optimizer of the full model that has not taken a step.
-        """
+        """Return an optimizer that updates this rank's shards. `optimizer` must not have taken a step. Collective."""
 
     def stepped_parameters(self) -> dict[str, nn.Parameter]:
         """Return the parameters that this rank's optimizer updates, by name."""
@@ -139,13 +123,6 @@ class ShardedStrategy(ABC):
 
         The gradients of each micro-batch are reduced before the next micro-batch starts. This keeps the gradients
         sharded, but a step needs one reduction per micro-batch.
-
-        Args:
-            batches: This rank's micro-batches.
-            stop_flags: The stop flags to sum over all ranks, together with the losses.
-
-        Returns:
-            The sums and counts of the losses and metrics over all ranks.
 
         Raises:
             ValueError: If `batches` is empty.
