@@ -158,6 +158,35 @@ def feed_errors_back(world: World) -> dict[str, Any]:
     }
 
 
+class Sometimes(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.always, self.sometimes = nn.Linear(12, 12, bias=False), nn.Linear(12, 12, bias=False)
+
+    def forward(self, x: torch.Tensor, is_used: bool) -> torch.Tensor:
+        out = self.always(x)
+        return (out + self.sometimes(x) * torch.arange(12.0) if is_used else out).square().sum()
+
+
+def skip_a_parameter(world: World) -> tuple[torch.Tensor, torch.Tensor]:
+    """Train with a parameter that no rank uses in the second step; return what was applied or kept, and the sum."""
+    module, name = Sometimes(), "sometimes.weight"
+    options = {"variant": "bucket", "hook": "powersgd", "powersgd_rank": 1, "find_unused_parameters": True}
+    model = data_parallel(module, world, DDPConfig.model_validate(options))
+    applied, true = torch.zeros(12, 12), torch.zeros(12, 12)
+    for step, is_used in enumerate((True, False, True)):
+        x = random(4, 12, seed=10 * step + world.rank)
+        if is_used:
+            true += all_reduce_mean(world, torch.autograd.grad(module(x, is_used), module.sometimes.weight)[0])
+        model(x, is_used).backward()
+        model.finish()
+        if (gradient := module.sometimes.weight.grad) is not None:
+            applied += gradient
+        module.zero_grad()
+    assert model.kept is not None
+    return applied + all_reduce_sum(world, model.kept.errors[name]), true
+
+
 class Backwards(nn.Module):
     """A model that registers its layers in reverse, so that the first step's buckets have the wrong order."""
 
@@ -293,6 +322,7 @@ ALL: list[Callable[[World], Any]] = [
     count_bytes_of_training,
     send_low_rank,
     feed_errors_back,
+    skip_a_parameter,
     train_low_rank,
     regress,
     send_half_precision,
@@ -421,6 +451,12 @@ def test_delivered_gradients_and_errors_of_powersgd_sum_to_all_gradients(heard: 
     for each in heard:
         said = each["feed_errors_back"]
         torch.testing.assert_close(said["delivered + kept"], said["sum"], rtol=1e-4, atol=1e-3)
+
+
+def test_powersgd_keeps_the_error_of_a_parameter_that_a_step_does_not_use(heard: list[dict[str, Any]]) -> None:
+    for each in heard:
+        kept, true = each["skip_a_parameter"]
+        torch.testing.assert_close(kept, true, rtol=1e-4, atol=1e-3)
 
 
 def test_the_errors_of_powersgd_do_not_grow(heard: list[dict[str, Any]]) -> None:

@@ -6,7 +6,7 @@ gradients, the bucket contains an approximation of the mean.
 """
 
 import zlib
-from collections.abc import Mapping
+from collections.abc import Container, Iterable, Mapping
 from typing import Any, Protocol
 
 import torch
@@ -97,6 +97,17 @@ class PowerSGD:
     def start(self, bucket: Bucket) -> "_Factors":
         """Start summing the factors P and the uncompressed gradients over all ranks."""
         return _Factors(self, bucket)
+
+    @torch.no_grad()
+    def restore_unused(self, buckets: Iterable[Bucket], used: Container[str]) -> None:
+        """Add the mean in the buckets back to the residuals of parameters that no rank used.
+
+        The `.grad` of these parameters is None. `used` contains the names of all other parameters.
+        """
+        for bucket in buckets:
+            for name, view in zip(bucket.names, bucket.views, strict=True):
+                if name in self.errors and name not in used:
+                    self.errors[name] += view.view_as(self.errors[name]) / self.world_size
 
     def state_dict(self) -> dict[str, Any]:
         """Return the approximation rank, and the residuals and Q factors that this rank keeps between steps."""

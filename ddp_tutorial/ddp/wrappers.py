@@ -356,6 +356,8 @@ class BucketDDP(DataParallel):
                 for pending in self._pending:
                     pending.wait()
             assign_grads(self.buckets, used)
+            if self.kept is not None:
+                self.kept.restore_unused(self.buckets, {name for name, _ in used})
             if not self._rebuilt:
                 self._rebuild()
         finally:
