@@ -462,7 +462,7 @@ def overflowing(world: World, kind: str, bad_step: int, evaluate_at: int = 0) ->
         total, count = loss_sum(model, batch)
         return total * (math.inf if done + 1 == bad_step and world.rank == world.size - 1 else 1), count
 
-    done = 0
+    done, own = 0, []
     local = LocalConfig(round=ROUND, begin=2 if kind == "post_local_sgd" else 0)
     strategy = make_strategy(TrainConfig(strategy=kind, local=local), make_toy(), world, loss)
     optimizer = strategy.setup_optimizer(MAKE["adamw"](trained_of(strategy.module)))  # type: ignore[attr-defined]
@@ -474,9 +474,11 @@ def overflowing(world: World, kind: str, bad_step: int, evaluate_at: int = 0) ->
             done += 1
             assert all(bool(p.isfinite().all()) for p in strategy.module.parameters())  # type: ignore[attr-defined]
             if done == evaluate_at:
+                own = [p.detach().clone() for p in strategy.module.parameters()]  # type: ignore[attr-defined]
                 with strategy.full_parameters():
                     pass
     except NotFiniteError as error:
+        assert all(map(torch.equal, own, strategy.module.parameters()))  # type: ignore[attr-defined]
         return done, str(error)
     return done, ""
 

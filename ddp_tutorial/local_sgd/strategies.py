@@ -177,9 +177,9 @@ class LocalSGD:
             return
         tensors = [*self._parameters, *self.module.buffers()]
         own = [tensor.detach().clone() for tensor in tensors]
-        self._average_weights()
-        self._is_mean = True
         try:
+            self._average_weights()
+            self._is_mean = True
             yield self.module
         finally:
             self._is_mean = False
