@@ -42,7 +42,17 @@ class StagesConfig(Config):
             ConfigError: If the schedule does not support `ranks` ranks, or if the number of `cuts` does not match the
                 number of stages.
         """
-        require_schedule(self.schedule, ranks, self.micro_batches, self.per_rank)
+        name, micro_batches, per_rank = self.schedule, self.micro_batches, self.per_rank
+        if name != "interleaved" and per_rank != 1:
+            raise ConfigError(f"schedule {name!r} requires 1 stage per rank, got {per_rank}: use 'interleaved'")
+        if name == "interleaved" and per_rank == 1:
+            raise ConfigError("schedule 'interleaved' requires at least 2 stages per rank, got 1: use '1f1b'")
+        if name != "gpipe" and micro_batches < ranks:
+            raise ConfigError(
+                f"schedule {name!r} requires at least {ranks} micro-batches (one per rank), got {micro_batches}. "
+                "With fewer micro-batches, some ranks are always idle. Use more micro-batches, or fewer ranks per "
+                "pipeline"
+            )
         stages = ranks * self.per_rank
         if self.cuts and len(self.cuts) != stages - 1:
             raise ConfigError(f"'cuts' must name {stages - 1} modules for {stages} stages, got {self.cuts}")
@@ -62,25 +72,3 @@ class PipelineConfig(StagesConfig):
     def _is_a_schedule(self) -> "PipelineConfig":
         self.check_on(self.ranks)
         return self
-
-
-def require_schedule(name: Name, ranks: int, micro_batches: int, per_rank: int = 1) -> None:
-    """Validate the number of ranks, the number of micro-batches, and the number of stages per rank for a schedule.
-
-    Raises:
-        ConfigError: If the schedule does not support this combination of ranks, micro-batches, and stages per rank.
-    """
-    if min(ranks, micro_batches, per_rank) < 1:
-        raise ConfigError(
-            f"a pipeline must have at least 1 rank, 1 micro-batch and 1 stage per rank, got {ranks} ranks, "
-            f"{micro_batches} micro-batches and {per_rank} stages per rank"
-        )
-    if name != "interleaved" and per_rank != 1:
-        raise ConfigError(f"schedule {name!r} requires 1 stage per rank, got {per_rank}: use 'interleaved'")
-    if name == "interleaved" and per_rank == 1:
-        raise ConfigError("schedule 'interleaved' requires at least 2 stages per rank, got 1: use '1f1b'")
-    if name != "gpipe" and micro_batches < ranks:
-        raise ConfigError(
-            f"schedule {name!r} requires at least {ranks} micro-batches (one per rank), got {micro_batches}. "
-            "With fewer micro-batches, some ranks are always idle. Use more micro-batches, or fewer ranks per pipeline"
-        )

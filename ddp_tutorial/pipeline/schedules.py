@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from itertools import accumulate
 from typing import Literal, NamedTuple
 
-from ddp_tutorial.pipeline.config import Name, PipelineConfig, require_schedule
+from ddp_tutorial.pipeline.config import PipelineConfig
 
 Kind = Literal["F", "B"]
 FORWARD: Kind = "F"
@@ -106,21 +106,15 @@ def _in_turns(forwards: list[Action], backwards: list[Action], warm_up: int) -> 
     return [*forwards[:first], *middle, *backwards[len(forwards) - first :]]
 
 
-def make_table(name: Name, ranks: int, micro_batches: int, per_rank: int = 1) -> Table:
-    """Return the schedule with this name.
-
-    Raises:
-        ConfigError: If the schedule does not support this combination of ranks, micro-batches, and stages per rank.
-    """
-    require_schedule(name, ranks, micro_batches, per_rank)
-    if name == "gpipe":
-        return gpipe(ranks, micro_batches)
-    return one_f_one_b(ranks, micro_batches) if name == "1f1b" else interleaved(ranks, micro_batches, per_rank)
-
-
 def table_of(config: PipelineConfig) -> Table:
     """Return the schedule for a pipeline config."""
-    return make_table(config.schedule, config.ranks, config.micro_batches, config.per_rank)
+    match config.schedule:
+        case "gpipe":
+            return gpipe(config.ranks, config.micro_batches)
+        case "1f1b":
+            return one_f_one_b(config.ranks, config.micro_batches)
+        case "interleaved":
+            return interleaved(config.ranks, config.micro_batches, config.per_rank)
 
 
 # ----------------------------------------------------------------------------------------------- validation
