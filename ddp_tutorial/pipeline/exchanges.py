@@ -40,10 +40,8 @@ class Slot(NamedTuple):
 def slots_of(table: Table, *, with_shapes: bool = False) -> list[list[Slot]]:
     """Return the slots of each rank, in order.
 
-    Args:
-        table: The schedule.
-        with_shapes: Whether the shape of each activation is sent one slot before the activation. A gradient has the
-            same shape as its activation, so the receiver already knows the shape.
+    If `with_shapes` is true, the shape of each activation is sent one slot before the activation. A gradient has the
+    same shape as its activation, so the receiver already knows the shape.
     """
     ranks, stages = len(table), 1 + max(action.stage for row in table for action in row)
     plan = simulate(table, forward=1, backward=1, send=1)

@@ -94,13 +94,8 @@ def rank_costs(costs: Sequence[StageCost], table: Table, copies: int = 1, accumu
 
     In an all-reduce of n bytes over W ranks, each rank sends 2 n (W - 1) / W bytes. The gradients of a stage are
     reduced over the pipelines, and the gradients of a tied parameter over the ranks that share it. Weights and
-    gradients are float32. The exchange of micro-batches within a pipeline is not included.
-
-    Args:
-        costs: The cost of each stage.
-        table: The schedule.
-        copies: The number of pipelines.
-        accumulation: The number of schedule executions per step.
+    gradients are float32. The exchange of micro-batches within a pipeline is not included. `copies` is the number of
+    pipelines, and `accumulation` is the number of schedule executions per step.
     """
     ranks = len(table)
     of_ranks: list[dict[int, int]] = [{} for _ in table]

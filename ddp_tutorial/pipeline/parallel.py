@@ -108,16 +108,9 @@ class Pipeline:
         precision: Precision | None = None,
         seed: int | None = None,
     ) -> None:
-        """Split the model into stages and broadcast rank 0's weights. Collective.
+        """Split the model, which must be the same on all ranks, into stages and broadcast rank 0's weights. Collective.
 
-        Args:
-            model: The full model, which must be the same on all ranks.
-            world: The participating ranks.
-            loss: The loss function.
-            config: The pipeline settings.
-            precision: The mixed-precision settings.
-            seed: The seed for dropout. With a seed, dropout depends only on the seed, the step, the stage, and the
-                micro-batch.
+        With a `seed`, dropout depends only on the seed, the step, the stage, and the micro-batch; see `StageRunner`.
 
         Raises:
             ConfigError: If `check_pipeline` rejects the model, the config or the world size.
@@ -160,15 +153,9 @@ class Pipeline:
     def backward(self, batches: Sequence[Any], stop_flags: float = 0.0) -> Totals:
         """Compute the gradient of the mean loss over the micro-batches of all pipelines. Collective.
 
-        The gradient is multiplied by the loss scale and stored in `.grad` of this rank's parameters.
-
-        Args:
-            batches: The micro-batches, which must be the same on all ranks of a pipeline. If there are k times as many
-                micro-batches as the schedule requires, the schedule runs k times, and the gradients are summed.
-            stop_flags: The stop flags to sum over all ranks.
-
-        Returns:
-            The totals over all ranks, which are the same on every rank.
+        The gradient is multiplied by the loss scale and stored in `.grad` of this rank's parameters. The micro-batches
+        must be the same on all ranks of a pipeline. If there are k times as many micro-batches as the schedule
+        requires, the schedule runs k times, and the gradients are summed. The result is the same on every rank.
 
         Raises:
             ValueError: On all ranks, if the number of micro-batches is not a multiple of the number that the schedule

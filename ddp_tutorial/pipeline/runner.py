@@ -107,10 +107,7 @@ class StageRunner:
     def run(self, batches: Sequence[Any]) -> list[Parts]:
         """Add the gradient of the loss, summed over all micro-batches, to `.grad`. Collective over the pipeline.
 
-        The gradient is multiplied by `precision.loss_scale`.
-
-        Args:
-            batches: The micro-batches, which must be the same on all ranks of the pipeline.
+        The gradient is multiplied by `precision.loss_scale`. The micro-batches must be the same on all ranks.
 
         Returns:
             The sums and counts of each micro-batch on the last stage, and an empty list on the other stages.

@@ -74,12 +74,7 @@ def chain_of(model: nn.Module) -> dict[str, nn.Module]:
 def split_into_stages(model: nn.Module, names: Sequence[str]) -> list[Stage]:
     """Split `model` into stages that share the model's parameters.
 
-    Args:
-        model: A model that is a chain of modules.
-        names: The name of the first module in each stage except stage 0.
-
-    Returns:
-        The stages. There is one more stage than there are names.
+    `names` contains the name of the first module in each stage except stage 0.
 
     Raises:
         ConfigError: If the chain has no module with a given name, or if the names are not in the order of the chain.

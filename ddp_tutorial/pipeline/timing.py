@@ -22,14 +22,8 @@ def measured_splits(
     """Return the names of the modules at which to split `model` so that the slowest stage is as fast as possible.
 
     The function measures a copy of the model, so the model's buffers and gradients do not change. The states of the
-    random number generators are restored.
-
-    Args:
-        model: A model that is a chain of modules, on the device to measure.
-        loss: The loss function, whose execution time is added to the last module's execution time.
-        batch: A micro-batch, on the same device.
-        stages: The number of stages.
-        precision: The mixed-precision settings.
+    random number generators are restored. The model and the micro-batch `batch` must be on the device to measure. The
+    execution time of the loss function is added to the last module's execution time.
     """
     return splits_of(module_seconds(model, loss, batch, precision), stages)
 

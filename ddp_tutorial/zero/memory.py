@@ -30,15 +30,8 @@ def model_state_bytes(
 ) -> dict[str, int]:
     """Return the size, in bytes, of the weights, gradients, and optimizer state on one rank before the optimizer step.
 
-    Activations, gathered weights and padding are not included.
-
-    Args:
-        strategy: Name of the strategy, which must be a key of `DIVIDED`.
-        parameters: The number of parameters of the model.
-        ranks: The number of ranks that shard the model.
-        optimizer: The number of bytes of optimizer state per parameter.
-        weights: The number of bytes per weight.
-        gradients: The number of bytes per gradient element.
+    Activations, gathered weights and padding are not included. `ranks` is the number of ranks that shard the model. The
+    last three arguments are numbers of bytes per parameter.
     """
     undivided: Mapping[str, int] = {"weights": weights, "gradients": gradients, "optimizer": optimizer}
     divided = DIVIDED[strategy]

@@ -90,13 +90,8 @@ class Reduction:
     def cross(self, wait: bool) -> bool:
         """Start the sum over the replicas if the sum within this replica is complete. Collective.
 
-        All ranks must call this method for the same reductions in the same order.
-
-        Args:
-            wait: Whether to wait for the sum within this replica.
-
-        Returns:
-            True if the sum over the replicas has started, or if there is only one replica.
+        All ranks must call this method for the same reductions in the same order. If `wait` is true, wait for the sum
+        within this replica. Return whether the sum over the replicas has started, or True if there is only one replica.
         """
         if self._crossing is None and self.shards.copies > 1:
             if self._work is not None and not (wait or self._work.is_completed()):

@@ -152,9 +152,7 @@ class ShardedStrategy(ABC):
     def norm(self, gradients: Sequence[torch.Tensor]) -> torch.Tensor:
         """Return the norm of the full gradient. Collective.
 
-        Args:
-            gradients: The gradients of this rank's shards. Their squares are summed over the ranks that share one
-                replica of the model.
+        The squares of this rank's `gradients` are summed over the ranks that share one replica of the model.
         """
         return total_norm_over(gradients, self.shards.inside, self.shards.size, self.world.device)
 
