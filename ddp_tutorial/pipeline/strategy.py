@@ -19,7 +19,6 @@ from torch import nn
 from ddp_tutorial.accumulation.loss import Loss, Totals
 from ddp_tutorial.accumulation.precision import Precision, total_norm_over
 from ddp_tutorial.accumulation.strategy import Part
-from ddp_tutorial.checkpoint.components import State
 from ddp_tutorial.compat import tree_map
 from ddp_tutorial.ddp.link import Link
 from ddp_tutorial.groups import group_of
@@ -106,7 +105,8 @@ class PipelineStrategy:
     def checkpoint_components(self, optimizer: torch.optim.Optimizer) -> dict[str, Part]:
         """Return the model and the optimizer state as sharded components, and the optimizer's parameter groups."""
         written = {name for name in self.weights.own if self._is_first(name)} if self.pipeline.number == 0 else set()
-        state, model = _StagesState(optimizer, self.pipeline.named, written), StageWeightsState(self.weights, written)
+        state = OptimizerState(optimizer, self.pipeline.named, written)
+        model = StageWeightsState(self.weights, written)
         components: dict[str, Part] = {"model": (model, "sharded"), "optimizer": (state, "sharded")}
         return components | {"groups": (Groups(optimizer), "replicated")}
 
@@ -128,21 +128,3 @@ def _to_device(batches: Any, device: torch.device) -> Any:
     Unpickling would restore a GPU tensor on the GPU with the sender's index, not on the receiver's GPU.
     """
     return tree_map(lambda leaf: leaf.to(device) if isinstance(leaf, torch.Tensor) else leaf, batches)
-
-
-class _StagesState(OptimizerState):
-    """The optimizer state of this rank's stages.
-
-    A rank writes the entries that no earlier rank writes, and reads all entries of its own stages.
-    """
-
-    def __init__(self, optimizer: torch.optim.Optimizer, named: Mapping[str, torch.Tensor], written: set[str]) -> None:
-        """Store the names of the parameters whose state this rank writes."""
-        super().__init__(optimizer, named)
-        self.written = written
-
-    def state_dict(self) -> State:
-        """Return the entries that this rank writes."""
-        return {
-            where: value for where, value in super().state_dict().items() if where.rpartition(".")[0] in self.written
-        }

@@ -6,7 +6,7 @@ elements that it needs.
 """
 
 from collections import defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Set
 from typing import Any
 
 import torch
@@ -22,9 +22,15 @@ from ddp_tutorial.world import World
 class OptimizerState:
     """The state of an optimizer that updates one rank's parameters, with tensor names such as "head.weight.exp_avg"."""
 
-    def __init__(self, optimizer: torch.optim.Optimizer, named: Mapping[str, torch.Tensor]) -> None:
-        """Store this rank's optimizer and its parameters, by name."""
+    def __init__(
+        self, optimizer: torch.optim.Optimizer, named: Mapping[str, torch.Tensor], written: Set[str] | None = None
+    ) -> None:
+        """Store this rank's optimizer and its parameters, by name.
+
+        This rank reads the state of all of these parameters, but writes only that of `written`. The default is all.
+        """
         self.optimizer, self.named = optimizer, dict(named)
+        self.written = self.named.keys() if written is None else written
 
     def state_dict(self) -> State:
         """Return the state tensors by name.
@@ -34,7 +40,8 @@ class OptimizerState:
         """
         state = {}
         for name, parameter in self.named.items():  # Adagrad also has state for frozen parameters
-            for key, value in self.optimizer.state.get(parameter, {}).items():
+            values = self.optimizer.state.get(parameter, {}) if name in self.written else {}
+            for key, value in values.items():
                 if isinstance(value, torch.Tensor):
                     state[f"{name}.{key}"] = self.stored(name, value)
                 elif value is not None:
