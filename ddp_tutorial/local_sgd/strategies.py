@@ -64,7 +64,7 @@ class LocalSGD:
         precision: Precision | None = None,
     ) -> None:
         """Broadcast rank 0's weights. `link` all-reduces the weights of each round. Collective."""
-        self.module, self.world, self.accumulation = model, world, accumulation
+        self.module, self.world, self.micro_batches_per_rank = model, world, accumulation
         self.rounds = Rounds(config.round, config.begin)
         self.link = self.counted = CountingLink(link, world)
         self.alone = UnsyncedModel(model, world)
@@ -78,11 +78,6 @@ class LocalSGD:
     def sent(self) -> int:
         """The number of bytes that this rank has sent, excluding losses, metrics, and buffers."""
         return self.counted.sent
-
-    @property
-    def micro_batches_per_rank(self) -> int:
-        """The number of micro-batches per step on each rank."""
-        return self.accumulation
 
     @property
     def local_steps(self) -> int:

@@ -62,6 +62,7 @@ class ShardedStrategy(ABC):
 
     link: Link | None = None  # gradients use torch.distributed's collectives
     loss_multiplier = 1.0  # factor of the loss; the world size if gradients are averaged over ranks instead of summed
+    sharded: ShardedGradients | ShardedModel
     shards: Shards
 
     def __init__(
@@ -77,18 +78,13 @@ class ShardedStrategy(ABC):
 
         `accumulation` is the number of micro-batches per rank per step. The default mesh is a single replica.
         """
-        self.module, self.world, self.accumulation, self.mesh = model, world, accumulation, mesh
+        self.module, self.world, self.micro_batches_per_rank, self.mesh = model, world, accumulation, mesh
         self.loss = StepLoss(loss, world, precision)
         self.setup()
 
     @abstractmethod
     def setup(self) -> None:
         """Synchronize the weights, and create all objects that do not depend on the optimizer. Collective."""
-
-    @property
-    def micro_batches_per_rank(self) -> int:
-        """The number of micro-batches that each rank processes in a step."""
-        return self.accumulation
 
     @property
     def execution_path(self) -> int:
@@ -107,16 +103,16 @@ class ShardedStrategy(ABC):
     def sharded_components(self, optimizer: torch.optim.Optimizer) -> tuple[Part, Any]:
         """Return the model component of a checkpoint, and the state of this rank's optimizer."""
 
-    @abstractmethod
     def reduce(self) -> None:
         """Wait until this micro-batch's gradients are reduced. Collective; call this after the backward pass."""
+        self.sharded.reduce()
 
-    @abstractmethod
     def assign_gradients(self) -> None:
-        """Assign the reduced gradients to the parameters that the optimizer updates.
+        """Assign the reduced gradients to the parameters that the optimizer updates. Collective.
 
         This method is called once per step, after the last micro-batch.
         """
+        self.sharded.finish()
 
     def backward(self, batches: Sequence[Any], stop_flags: float = 0.0) -> Totals:
         """Run the forward and backward passes of each micro-batch, and reduce the gradients. Collective.
@@ -181,6 +177,8 @@ class ShardedStrategy(ABC):
 class Zero2Strategy(ShardedStrategy):
     """A strategy that keeps full parameters on every rank and shards gradients and optimizer state (ZeRO-2)."""
 
+    sharded: ShardedGradients
+
     def setup(self) -> None:
         """Shard the gradients. Collective."""
         self.sharded = ShardedGradients(self.module, self.world, mesh=self.mesh)
@@ -204,14 +202,6 @@ class Zero2Strategy(ShardedStrategy):
         """Return this rank's shards of the trained parameters, by name."""
         return {name: self.sharded.pieces[parameter] for name, parameter in self.sharded.named.items()}
 
-    def reduce(self) -> None:
-        """Wait for the reductions of a backward pass. Collective."""
-        self.sharded.reduce()
-
-    def assign_gradients(self) -> None:
-        """Assign the reduced gradients to the shards. Collective."""
-        self.sharded.finish()
-
     def full_parameters(self) -> AbstractContextManager[nn.Module]:
         """Return a context manager that yields the model, whose parameters are never sharded."""
         return nullcontext(self.module)
@@ -226,6 +216,8 @@ class Zero3Strategy(ShardedStrategy):
 
     With precision bf16, parameters are gathered and used in bfloat16. This halves the size of each all-gather.
     """
+
+    sharded: ShardedModel
 
     def setup(self) -> None:
         """Synchronize the weights; `setup_optimizer` shards them. Collective."""
@@ -250,14 +242,6 @@ class Zero3Strategy(ShardedStrategy):
     def execution_path(self) -> int:
         """Digest of the order in which this rank has gathered the units."""
         return self.sharded.path.digest
-
-    def reduce(self) -> None:
-        """Free all units and wait for the reductions of a backward pass. Collective."""
-        self.sharded.reduce()
-
-    def assign_gradients(self) -> None:
-        """Assign the reduced gradients to the shards. Collective."""
-        self.sharded.finish()
 
     def full_parameters(self) -> AbstractContextManager[nn.Module]:
         """Return a context manager that yields the model with full parameters on every rank. Collective."""
