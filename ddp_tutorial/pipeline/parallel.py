@@ -42,8 +42,8 @@ def check_pipeline(model: nn.Module, config: PipelineConfig, world_size: int) ->
 
     Raises:
         ConfigError: If the model has fewer modules than stages, if `cuts` names an unknown module, or if the world size
-            is not a multiple of the number of ranks in a pipeline. Also raised if no stage contains a trainable
-            parameter, or if a layer synchronizes BatchNorm over ranks that run different stages.
+            is not a multiple of the number of ranks in a pipeline. Also raised if a trainable parameter belongs to no
+            stage, or if a layer synchronizes BatchNorm over ranks that run different stages.
     """
     if world_size % config.ranks:
         raise ConfigError(
