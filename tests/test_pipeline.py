@@ -529,6 +529,17 @@ def test_a_loss_must_call_its_model_once() -> None:
         runner.run([torch.ones(2, 6)] * 2)
 
 
+@pytest.mark.parametrize("metrics", [["accuracy", "error"], ["accuracy"], ["error", "accuracy"]])
+def test_a_loss_must_return_the_same_metrics_in_every_micro_batch(metrics: list[str]) -> None:
+    def loss(model: Any, batch: Any) -> tuple[Any, ...]:
+        names = ["error"] if batch.sum() > 0 else metrics
+        return model(batch).sum(), 1, dict.fromkeys(names, (1, 1))
+
+    pipeline = Pipeline(_plain(), World(), loss, PipelineConfig(ranks=1, micro_batches=2))
+    with pytest.raises(LossError, match=rf"got \[loss, error\] .* and \[loss, {', '.join(metrics)}\] in this call"):
+        pipeline.backward([torch.ones(2, 6), torch.zeros(2, 6)])
+
+
 def nothing_counts(world: World) -> str:
     def loss(model: Any, batch: Any) -> tuple[Any, ...]:
         return model(batch).sum(), 0

@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from ddp_tutorial.accumulation.loss import LOSS, Loss, Totals
+from ddp_tutorial.accumulation.loss import LOSS, Loss, LossError, Totals
 from ddp_tutorial.accumulation.precision import Precision
 from ddp_tutorial.collectives import all_gather, to_vector
 from ddp_tutorial.compat import multiply_
@@ -160,6 +160,7 @@ class Pipeline:
         Raises:
             ValueError: On all ranks, if the number of micro-batches is not a multiple of the number that the schedule
                 requires. The error is also raised if the loss averages over 0 elements, whose mean is undefined.
+            LossError: On the ranks of the last stage, if the loss function returns different metrics than before.
         """
         count = self.config.micro_batches
         if not batches or len(batches) % count:
@@ -190,6 +191,11 @@ class Pipeline:
         device = self.world.device
         values = torch.zeros(2 * len(self._metrics) + 1, dtype=torch.float64, device=device)
         for part in parts:
+            if list(part) != self._metrics:
+                raise LossError(
+                    f"the loss function must return the same metrics in every call, got [{', '.join(self._metrics)}] "
+                    f"in the first call and [{', '.join(part)}] in this call"
+                )
             values[:-1] += to_vector([v for name in self._metrics for v in part[name]], device)
         values[-1] = stop_flags
         if self.world.size > 1:
