@@ -386,3 +386,11 @@ def test_only_the_elements_of_a_view_are_sent() -> None:
     sent = dump_result(torch.arange(1_000_000)[3:5])
     assert len(sent) < 10_000
     assert torch.equal(pickle.loads(sent), torch.tensor([3, 4]))
+
+
+def test_sparse_tensors_and_tensors_without_data_are_sent() -> None:
+    sent = pickle.loads(dump_result(torch.eye(3).to_sparse()))
+    assert sent.is_sparse
+    assert torch.equal(sent.to_dense(), torch.eye(3))
+    empty = pickle.loads(dump_result(torch.empty(2, 3, device="meta")))
+    assert (empty.device.type, empty.shape) == ("meta", (2, 3))

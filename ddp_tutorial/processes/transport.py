@@ -83,9 +83,10 @@ class _ResultPickler(cloudpickle.Pickler):  # type: ignore[misc]
     """
 
     def reducer_override(self, value: Any) -> Any:
-        if type(value) is torch.Tensor:
+        if type(value) is torch.Tensor and not value.is_meta:
             on_gpu = value.device.type != "cpu"
-            if on_gpu or value.untyped_storage().nbytes() > value.numel() * value.element_size():
+            dense = value.layout == torch.strided  # a sparse tensor has no storage of its own
+            if on_gpu or (dense and value.untyped_storage().nbytes() > value.numel() * value.element_size()):
                 return torch.Tensor.detach, (value.detach().cpu().clone(),)
         return super().reducer_override(value)
 
