@@ -3,6 +3,7 @@
 The ranks are real. Functions are defined inside the tests, so that they are pickled by value, like those of a cell.
 """
 
+import asyncio
 import gc
 import os
 import pickle
@@ -454,6 +455,17 @@ def test_a_rank_that_calls_sys_exit_has_failed_even_with_code_0():
     error = fail_on_rank_1(lambda: sys.exit(0))
     assert error.reason == "raised SystemExit: 0"
     assert "sys.exit(0)" in error.traceback
+
+
+@pytest.mark.parametrize("kind", [KeyboardInterrupt, asyncio.CancelledError])
+def test_an_exception_that_is_not_an_exception_subclass_is_named(kind: type[BaseException]) -> None:
+    def fail() -> None:
+        raise kind("by hand")
+
+    error = fail_on_rank_1(fail)
+    assert error.reason == f"raised {kind.__name__}: by hand"
+    assert error.is_a(kind)
+    assert 'raise kind("by hand")' in error.traceback
 
 
 @pytest.mark.spawned

@@ -42,7 +42,7 @@ def call_here(call: int, result: int) -> None:
         with process_group(World.detect(device="cpu", timeout=timedelta(seconds=timeout))) as world:
             os.write(result, UP)
             outcome = "result", dump_result(fn(world, *args))
-    except (Exception, SystemExit) as error:
+    except BaseException as error:
         outcome = "raised", Raised.of(error)
     os.pwrite(result, pickle.dumps(outcome), len(UP))
     os._exit(int(outcome[0] == "raised"))

@@ -111,7 +111,7 @@ def run_rank(rank: int, job: RankJob) -> None:
             world = World.detect(device=job.device, backend=job.backend, timeout=job.collective_timeout)
             stack.enter_context(process_group(world))
             outcome: tuple[Any, ...] = ("result", dump_result(fn(world, *args)))
-        except (Exception, SystemExit) as error:  # sys.exit() is a failure too, because the other ranks wait
+        except BaseException as error:  # sys.exit() is a failure too, because the other ranks wait
             outcome = ("raised", Raised.of(error), user_traceback(error), time.monotonic())
         # Send the outcome before the process group is destroyed. Destroying it may break the other ranks' connections,
         # and the parent should know the cause by then.
