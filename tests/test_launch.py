@@ -447,6 +447,11 @@ def test_a_rank_killed_by_sigkill_is_named():
     assert not error.is_a(BaseException)
 
 
+def test_a_rank_killed_by_a_signal_without_a_name_is_named() -> None:
+    number = signal.SIGRTMIN + 1
+    assert fail_on_rank_1(lambda: os.kill(os.getpid(), number)).reason == f"was killed by signal {number}"
+
+
 def test_a_rank_that_calls_os_exit_is_named():
     assert fail_on_rank_1(lambda: os._exit(3)).reason == "exited with code 3 before it returned a result"
 

@@ -3,7 +3,6 @@
 import os
 import re
 import selectors
-import signal
 import time
 from collections.abc import Callable
 from contextlib import ExitStack, suppress
@@ -12,6 +11,7 @@ from typing import Any
 from ddp_tutorial.live.messages import Answer, Failure, MimeBundle, Snapshot
 from ddp_tutorial.processes.console import Console, NotebookConsole, RankLog
 from ddp_tutorial.processes.errors import Raised, lost_connection
+from ddp_tutorial.processes.signals import signal_name
 from ddp_tutorial.processes.spawn import exit_descriptor, has_exited, rename_cells, strip_noise
 from ddp_tutorial.processes.transport import Outbox, Sender, take_messages
 
@@ -236,9 +236,7 @@ class WorkerHandle:
             time.sleep(0.01)
             return
         code = self.process.exitcode
-        self.record_exit(
-            selector, f"was killed by {signal.Signals(-code).name}" if code < 0 else f"exited with code {code}"
-        )
+        self.record_exit(selector, f"was killed by {signal_name(-code)}" if code < 0 else f"exited with code {code}")
 
     def record_exit(self, selector: selectors.BaseSelector, death: str) -> None:
         """Read the remaining data from the pipes, close them, and record how the rank died."""

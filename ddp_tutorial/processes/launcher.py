@@ -46,7 +46,7 @@ from ddp_tutorial.processes.errors import Raised, RankError, RankTimeoutError, l
 from ddp_tutorial.processes.logs import current_logging
 from ddp_tutorial.processes.rank import RankJob, run_rank
 from ddp_tutorial.processes.script import MissingGuardError, Script, require_guard
-from ddp_tutorial.processes.signals import StoppedError, handling
+from ddp_tutorial.processes.signals import StoppedError, handling, signal_name
 from ddp_tutorial.processes.spawn import (
     MARK,
     announce,
@@ -268,7 +268,7 @@ class _Rank:
         if self.exit_code is None:
             return "was still running"
         if self.exit_code < 0:
-            return f"was killed by {signal.Signals(-self.exit_code).name}"
+            return f"was killed by {signal_name(-self.exit_code)}"
         when = "before it returned a result" if self.started else "before it reached your function"
         return f"exited with code {self.exit_code} {when}"
 

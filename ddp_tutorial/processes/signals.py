@@ -6,7 +6,7 @@ import signal
 import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 
 from ddp_tutorial.config import FailedError
 
@@ -18,12 +18,19 @@ _PR_SET_PDEATHSIG = 1
 _SIGACTION_BYTES = 256  # at least sizeof(struct sigaction): 152 bytes with glibc on Linux, 16 on macOS
 
 
+def signal_name(number: int) -> str:
+    """Return a signal's name, such as "SIGKILL", or "signal 36" for a real-time signal, most of which have no name."""
+    with suppress(ValueError):
+        return signal.Signals(number).name
+    return f"signal {number}"
+
+
 class StoppedError(FailedError):
     """Raised if a signal stops a process that has nothing to save yet. Earlier checkpoints do not change."""
 
     def __init__(self, number: int) -> None:
         """Create the error for the signal with this number."""
-        super().__init__(f"stopped by {signal.Signals(number).name} before there was anything to save")
+        super().__init__(f"stopped by {signal_name(number)} before there was anything to save")
 
 
 class _Signaled(BaseException):
