@@ -5,6 +5,7 @@ The ranks are real. Functions are defined inside the tests, so that they are pic
 
 import asyncio
 import gc
+import math
 import os
 import pickle
 import re
@@ -836,6 +837,7 @@ def test_a_result_that_cannot_be_unpickled_is_reported():
         ({"nprocs": 2.0}, ValueError, r"'nprocs' must be .*got 2\.0"),
         ({"timeout": 0}, ValueError, r"'timeout' must be a positive number of seconds, or None .*got 0"),
         ({"timeout": -1.5}, ValueError, r"'timeout' must be a positive number of seconds, or None .*got -1\.5"),
+        ({"collective_timeout": math.inf}, ValueError, r"'collective_timeout' must be a positive number .*got inf"),
         ({"threads": 0}, ValueError, r"'threads' must be a positive integer, or None .*got 0"),
         ({"fn": 2}, TypeError, r"launch\(fn, nprocs\): 'fn' must be a function, got 2"),
         ({"nprocs": 2, "in_process": True}, ValueError, r"got 2\. Use nprocs=1, or omit in_process"),

@@ -20,6 +20,7 @@
 """
 
 import inspect
+import math
 import os
 import pickle
 import secrets
@@ -187,7 +188,7 @@ def _check(
         raise TypeError(f"launch(fn, nprocs): 'fn' must be a function, got {fn!r}")
     if not isinstance(nprocs, int) or isinstance(nprocs, bool) or nprocs < 1:
         raise ValueError(f"'nprocs' must be a positive integer such as 2, got {nprocs!r}")
-    if not collective_timeout > 0:
+    if not 0 < collective_timeout < math.inf:
         raise ValueError(f"'collective_timeout' must be a positive number of seconds, got {collective_timeout!r}")
     if timeout is not None and not (isinstance(timeout, (int, float)) and timeout > 0):
         raise ValueError(f"'timeout' must be a positive number of seconds, or None for no timeout, got {timeout!r}")
