@@ -240,6 +240,12 @@ def test_a_terminal_prefixes_lines_with_their_rank_immediately():
     assert out.getvalue() == "2 ranks on cpu, gloo\n[rank 1] one\n[rank 0] zero\n"
 
 
+def test_characters_that_the_output_cannot_encode_do_not_stop_a_launch():
+    out = io.TextIOWrapper(io.BytesIO(), encoding="ascii", newline="\n")
+    TerminalConsole(out).line(0, "Zürich")
+    assert out.buffer.getvalue() == b"[rank 0] Z?rich\n"
+
+
 def test_a_redirected_terminal_gets_all_lines_without_a_bar(capsys):
     terminal = TerminalConsole()
     terminal.progress(1, 10, {"loss": 2.0})

@@ -144,7 +144,9 @@ class TerminalConsole(Console):
         self.message(f"[rank {rank}] {text}")
 
     def message(self, text: str) -> None:
-        """Print one line above the progress bar."""
+        """Print one line above the progress bar. Characters that the output cannot encode are replaced."""
+        encoding = getattr(self.out, "encoding", None) or "utf-8"
+        text = text.encode(encoding, "replace").decode(encoding)
         if self.bar is not None:
             self.bar.write(text, file=self.out)
         else:
