@@ -66,6 +66,7 @@ def main(checkpoint: str = "plain.pt", steps: int = 200, accumulate: int = 1, ba
     loader = DataLoader(data, batch // size, sampler=sampler, drop_last=True)
     parts: list[Any] = [model, optimizer, scheduler]
     path, aside = Path(checkpoint), Path(f"{checkpoint}.part")
+    path.parent.mkdir(parents=True, exist_ok=True)
     saved = [torch.load(path, map_location="cpu") if rank == 0 and path.exists() else [[]]]
     dist.broadcast_object_list(saved, device=device)  # rank 0 decides, because other ranks may not see the file
     losses, *states = saved[0]
