@@ -54,9 +54,11 @@ def test_a_job_writes_to_the_runs_folder_of_the_command(monkeypatch: pytest.Monk
     torchrun = check(SlurmConfig, {"starter": "torchrun"}, "test")
     assert "DDP_TUTORIAL_RUNS" not in of(torchrun, 1)
     monkeypatch.setattr("ddp_tutorial.slurm.job.RUNS", Path("/scratch/my runs"))
+    monkeypatch.setattr("ddp_tutorial.slurm.job.OUTPUT", Path("/scratch/my runs/slurm-%j.out"))
     script = of(torchrun, 1)
     assert is_shell(script)
     assert "export DDP_TUTORIAL_RUNS='/scratch/my runs'\n" in script
+    assert options(script)["output"] == "'/scratch/my runs/slurm-%j.out'", "sbatch splits options at spaces"
     assert """ '/scratch/my runs'/"$run/result.json"; then""" in script
 
 

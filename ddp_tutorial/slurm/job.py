@@ -91,7 +91,7 @@ def batch_script(
         "# if the job is preempted or loses a node, Slurm requeues it under the same job ID",
         "#SBATCH --requeue",
         "#SBATCH --open-mode=append",
-        f"#SBATCH --output={OUTPUT}",
+        f"#SBATCH --output={shlex.quote(str(OUTPUT))}",
         "",
         *slurm.setup,
         *([f"export DDP_TUTORIAL_RUNS={shlex.quote(str(RUNS))}"] if str(RUNS) != "runs" else []),
