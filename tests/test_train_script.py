@@ -38,6 +38,7 @@ from ddp_tutorial.exercises.plain_torch import train_script
 from ddp_tutorial.exercises.torchrun import Torchrun
 from ddp_tutorial.exercises.words import Line
 from ddp_tutorial.experiments.notebooks import NOTEBOOKS
+from ddp_tutorial.lessons import restarts
 from ddp_tutorial.lessons import train_script as course
 from ranks import wait_until
 
@@ -335,6 +336,13 @@ def test_a_stored_stage_is_the_edited_script(tmp_path, monkeypatch):
     diff = course.Diff(course.script(LAST), edited)
     assert "+# &lt;end&gt;" in diff._repr_html_()
     assert re.search(r"^- +loss = F.cross_entropy", repr(diff), re.MULTILINE)
+
+
+def test_stand_ins_for_slurm_and_torchrun_work_in_paths_with_spaces(tmp_path, monkeypatch):
+    (tmp_path / "my python").symlink_to("/bin/echo")
+    monkeypatch.setattr(restarts, "TORCHRUN", [str(tmp_path / "my python"), "-m"])
+    path = restarts.write_stand_ins(tmp_path / "my commands")
+    assert subprocess.check_output(["srun", "torchrun", "a  b"], env={"PATH": path}, text=True) == "-m a  b\n"
 
 
 def test_a_patch_that_does_not_fit_names_the_stage_and_the_lines():

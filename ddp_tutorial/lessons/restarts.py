@@ -2,6 +2,7 @@
 
 import json
 import os
+import shlex
 import signal
 import subprocess
 import sys
@@ -99,7 +100,11 @@ def write_stand_ins(folder: Path) -> str:
 
     `srun` runs its command, and `scontrol` appends its arguments to the file `requeued` in the working directory.
     """
-    commands = {"srun": 'exec "$@"', "scontrol": 'echo "$@" >> requeued', "torchrun": f'exec {" ".join(TORCHRUN)} "$@"'}
+    commands = {
+        "srun": 'exec "$@"',
+        "scontrol": 'echo "$@" >> requeued',
+        "torchrun": f'exec {shlex.join(TORCHRUN)} "$@"',
+    }
     folder.mkdir(exist_ok=True)
     for name, body in commands.items():
         (folder / name).write_text(f"#!/bin/bash\n{body}\n")
