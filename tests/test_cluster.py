@@ -236,6 +236,14 @@ def test_hosts_have_own_names_addresses_and_processes_and_one_folder(cluster: Cl
     assert [each.code for each in cluster.run("no such command")] == [127] * 3
 
 
+def test_every_line_of_output_is_reported_even_without_a_newline_at_the_end(cluster: Cluster) -> None:
+    heard: list[tuple[str, str]] = []
+    cluster.run("printf", "one\n\ntwo", line=lambda node, text: heard.append((node, text)))
+    assert sorted(heard, key=lambda each: each[0]) == [
+        (name, text) for name in cluster.names for text in ("one", "", "two")
+    ]
+
+
 def test_a_server_on_a_host_is_reachable_from_other_hosts_only(cluster: Cluster) -> None:
     serve = "import socket; s = socket.create_server(('', 8765)); print('up', flush=True); s.accept()[0].send(b'hello')"
     heard: list[str] = []

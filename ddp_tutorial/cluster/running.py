@@ -92,6 +92,8 @@ class Process:
         os.set_blocking(self.stdout, False)
         while self.read():
             pass
+        if self.line and (unfinished := self.text[self.text.rfind(b"\n") + 1 :]):
+            self.line(self.node, unfinished.decode(errors="replace"))
         os.close(self.stdout)
         os.close(self.status)
         self.code = code
