@@ -27,6 +27,7 @@ from ddp_tutorial import hosts
 from ddp_tutorial.benches.cluster import delays_in
 from ddp_tutorial.cluster import Cluster
 from ddp_tutorial.cluster import delay as delays
+from ddp_tutorial.cluster.client import BoxClient
 from ddp_tutorial.cluster.delay import parse_delay
 from ddp_tutorial.cluster.network import address_of, bits_per_second
 from ddp_tutorial.cluster.refusals import refusals
@@ -334,6 +335,19 @@ def test_an_interrupt_leaves_no_stale_answer_and_no_process(two: Cluster) -> Non
     wait_until(lambda: not sleepers(), 120)
     assert not sleepers(), "a command goes on which nobody has heard of"
     assert [each.output for each in two.run("hostname")] == ["n0\n", "n1\n"]
+
+
+def test_an_interrupt_while_a_cluster_starts_leaves_no_process(
+    allowed: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupt(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(BoxClient, "ask", interrupt)
+    starting = Cluster(2, folder=tmp_path)
+    with pytest.raises(KeyboardInterrupt), starting:
+        pass
+    assert not psutil.pid_exists(starting._box.pid)
 
 
 def test_a_failed_request_does_not_stop_the_cluster(two: Cluster) -> None:

@@ -111,10 +111,10 @@ class Cluster:
 
     def __enter__(self) -> "Cluster":
         """Start the nodes and the network."""
-        self._box.start()
         self.off.clear()
         self.unplugged.clear()
         try:
+            self._box.start()
             self._box.ask("build", len(self), self.rate, self._delay)
             for folder in self.folders:
                 folder.mkdir(exist_ok=True)
