@@ -701,6 +701,52 @@ def test_the_first_rank_that_fails_or_times_out_is_named(cluster: Cluster) -> No
         cluster.launch(misbehave, "sleep", timeout=1.5)
 
 
+def return_or(world: World, how: str) -> str:
+    if world.rank == 1 and how == "raise":
+        raise KeyError("no such thing")
+    if world.rank == 1:
+        print("rank 1 sleeps", flush=True)
+        time.sleep(60)
+    return "it's"
+
+
+def test_a_failure_states_only_what_the_other_ranks_did(two: Cluster) -> None:
+    with pytest.raises(
+        RankTimeoutError, match=r"^rank 1 was still running after 3 s\s+Last lines .* rank 1 printed:\s"
+    ):
+        two.launch(return_or, "sleep", timeout=3)
+    with pytest.raises(RankError) as caught:
+        two.launch(return_or, "raise")
+    assert caught.value.others == "", "rank 0 has returned a string whose pickle contains a quotation mark"
+    with pytest.raises(ConfigError, match="'ranks_per_node' must be a positive integer, got 0"):
+        two.launch(return_or, "raise", ranks_per_node=0)
+
+
+def raise_while_rank_0_sleeps(world: World) -> None:
+    if world.rank == 1:
+        raise KeyError("no such thing")
+    time.sleep(60)
+
+
+def test_a_rank_that_was_stopped_after_a_failure_is_not_named(two: Cluster) -> None:
+    with pytest.raises(RankError, match="rank 1 on n1 raised KeyError: 'no such thing'"):
+        two.launch(raise_while_rank_0_sleeps)
+
+
+class FailsToArrive:
+    """An argument that rank 1 cannot unpickle, so that rank 1 never joins the process group."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return exec, ("import os\nif os.environ['RANK'] == '1': raise KeyError('no such thing')",)
+
+
+def test_meanwhile_is_not_called_if_a_rank_fails_before_it_joins(two: Cluster) -> None:
+    called: list[bool] = []
+    with pytest.raises(RankError, match="rank 1 on n1 raised KeyError: 'no such thing'"):
+        two.launch(return_or, FailsToArrive(), meanwhile=lambda: called.append(True))
+    assert called == []
+
+
 # ---------------------------------------------------------------------------------------------------- torchrun
 
 

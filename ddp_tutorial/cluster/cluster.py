@@ -258,6 +258,8 @@ class Cluster:
         """
         if nodes is not None:
             self._check(nodes - 1)
+        if ranks_per_node < 1:
+            raise ConfigError(f"'ranks_per_node' must be a positive integer, got {ranks_per_node!r}")
         size = (nodes or len(self)) * ranks_per_node
         ranks = HostedRanks(self._runner, self.off, self.names[0], self.new_port(), size, ranks_per_node)
         return ranks.call(

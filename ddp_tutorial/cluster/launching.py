@@ -59,16 +59,21 @@ class HostedRanks:
             environ = {"OMP_NUM_THREADS": str(threads)} | dict(env or {})
             self._ranks = self._runner.start_all(lambda rank: self._begin(rank, call, environ), self._size)
             try:
-                if meanwhile:
-                    self._wait_until_up(timeout)
+                if meanwhile and self._are_up(timeout):
                     meanwhile()
                 self._wait(timeout, collective_timeout)
             finally:
+                stopped = [rank.code is None for rank in self._ranks]
                 self._runner.end(self._ranks)
             outcomes = [_read(result) for result in self._results]
         # Prefer the failure of a rank that did not lose a connection. Ranks on killed hosts report nothing.
         failed = [
-            (self._ranks[rank].node in self._off, bool(outcome and lost_connection(str(outcome[1]))), rank)
+            (
+                stopped[rank],
+                self._ranks[rank].node in self._off,
+                bool(outcome and lost_connection(str(outcome[1]))),
+                rank,
+            )
             for rank, outcome in enumerate(outcomes)
             if outcome is None or outcome[0] == "raised"
         ]
@@ -90,14 +95,15 @@ class HostedRanks:
         files = (call.fileno(), self._results[rank].fileno())
         return self._runner.start("fork", "ddp_tutorial.cluster.rank:call_here", node, environ, files)
 
-    def _wait_until_up(self, timeout: float | None) -> None:
-        """Wait until all ranks have joined the process group, a rank has exited, or the timeout has passed."""
+    def _are_up(self, timeout: float | None) -> bool:
+        """Wait until all ranks have joined the process group. Return False after the timeout, or if a rank exits."""
         deadline = math.inf if timeout is None else time.monotonic() + timeout
-        while not all(os.fstat(result.fileno()).st_size for result in self._results) and time.monotonic() < deadline:
-            if any(rank.code is not None for rank in self._ranks):
-                return
+        while not all(os.fstat(result.fileno()).st_size for result in self._results):
+            if time.monotonic() > deadline or any(rank.code is not None for rank in self._ranks):
+                return False
             with suppress(TimeoutError):
                 wait(self._ranks, 0.02)
+        return True
 
     def _wait(self, timeout: float | None, collective_timeout: float) -> None:
         try:
@@ -107,14 +113,18 @@ class HostedRanks:
             with suppress(TimeoutError):  # if a host is lost without notification, the other ranks wait in a collective
                 wait(self._ranks, _GRACE_SECONDS + (collective_timeout if self._off else 0))
         except TimeoutError:
-            printed = "\n".join(rank.output for rank in self._ranks)
-            raise RankTimeoutError(0, f"was still running after {timeout} s", log=printed) from None
+            late = next(number for number, rank in enumerate(self._ranks) if rank.code is None)
+            printed = self._ranks[late].output.strip()
+            raise RankTimeoutError(late, f"was still running after {timeout} s", log=printed) from None
 
     def _failure(self, rank: int, outcomes: list[Any]) -> RankError:
         outcome, node = outcomes[rank], self._ranks[rank].node
         reason = f"raised {outcome[1]}" if outcome else f"exited with code {self._ranks[rank].code}"
-        others = [f"rank {i} raised {each[1]}" for i, each in enumerate(outcomes) if i != rank and each]
-        others = [line for line in others if "raised b'" not in line]
+        others = [
+            f"rank {i} raised {each[1]}"
+            for i, each in enumerate(outcomes)
+            if i != rank and each and each[0] == "raised"
+        ]
         raised = outcome[1] if outcome else None
         log = self._ranks[rank].output.strip()
         return RankError(rank, f"on {node} {reason}", log=log, others="\n".join(others), raised=raised)
