@@ -17,8 +17,8 @@ A cluster requires Linux, and either root privileges or unprivileged user namesp
 import math
 import os
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -129,9 +129,8 @@ class Cluster:
 
     def close(self) -> None:
         """Kill all processes on the nodes, and remove the nodes."""
-        if self._box.is_open:
-            self._box.close()
-            self._runner.drain_all()
+        self._box.close()
+        self._runner.drain_all()
 
     # ------------------------------------------------------------------------------------------------ running processes
 
@@ -188,23 +187,10 @@ class Cluster:
         line: Callable[[str, str], None] | None = None,
     ) -> list[CommandResult]:
         """Run `torchrun --nnodes=N --nproc-per-node=... ARGS` on every node. The agents use c10d rendezvous on n0."""
-        return self.finish(self.start_torchrun(*args, nproc_per_node=nproc_per_node, env=env, line=line), timeout)
-
-    def start_torchrun(
-        self,
-        *args: Command,
-        nproc_per_node: int = 1,
-        env: Mapping[str, str] | None = None,
-        line: Callable[[str, str], None] | None = None,
-    ) -> list[Process]:
-        """Start torchrun on every node, as `Cluster.torchrun` does, without waiting for torchrun to exit."""
         command = [sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={nproc_per_node}", *args]
         port = self.new_port()
-
-        def begin(node: int) -> Process:
-            return self.start(*command, node=node, env={**self.torchrun_env(node, port), **(env or {})}, line=line)
-
-        return self._runner.start_all(begin, len(self))
+        env_of = [self.torchrun_env(node, port) | dict(env or {}) for node in range(len(self))]
+        return self.run(*command, env_of=env_of, timeout=timeout, line=line)
 
     def torchrun_env(self, node: int, port: int = PORT) -> dict[str, str]:
         """Return environment variables that contain the rendezvous settings for a node's torchrun agent.
@@ -232,7 +218,6 @@ class Cluster:
         threads: int = 1,
         timeout: float | None = 60,
         collective_timeout: float = 60,
-        env: Mapping[str, str] | None = None,
         meanwhile: Callable[[], object] | None = None,
     ) -> list[Result]:
         """Call `fn(world, *args)` on every rank, and return the results in rank order.
@@ -248,7 +233,6 @@ class Cluster:
             threads: Number of torch threads per rank.
             timeout: Timeout in seconds for all ranks to return. None means no timeout.
             collective_timeout: Timeout in seconds for each collective. A rank that waits longer raises an error.
-            env: Additional environment variables.
             meanwhile: Function to call in this process after all ranks have joined the process group, for example to
                 unplug a cable.
 
@@ -263,13 +247,7 @@ class Cluster:
         size = (nodes or len(self)) * ranks_per_node
         ranks = HostedRanks(self._runner, self.off, self.names[0], self.new_port(), size, ranks_per_node)
         return ranks.call(
-            fn,
-            args,
-            threads=threads,
-            timeout=timeout,
-            collective_timeout=collective_timeout,
-            env=env,
-            meanwhile=meanwhile,
+            fn, args, threads=threads, timeout=timeout, collective_timeout=collective_timeout, meanwhile=meanwhile
         )
 
     def fork(self, entry: str, *, node: int, env: Mapping[str, str], files: Sequence[int]) -> int:
@@ -356,15 +334,6 @@ class Cluster:
         self._check(node)
         self.unplugged.discard(self.names[node])
         self._box.ask("connect", node, True)
-
-    @contextmanager
-    def link_down(self, node: int) -> Iterator[None]:
-        """Unplug the node's cable for the duration of the block."""
-        self.disconnect(node)
-        try:
-            yield
-        finally:
-            self.reconnect(node)
 
     def kill(self, node: int) -> None:
         """Simulate a power failure by disconnecting the node's cable and killing all the node's processes at once.

@@ -5,7 +5,7 @@ import os
 import pickle
 import tempfile
 import time
-from collections.abc import Callable, Mapping, Set
+from collections.abc import Callable, Set
 from contextlib import ExitStack, suppress
 from typing import IO, Any
 
@@ -45,7 +45,6 @@ class HostedRanks:
         threads: int,
         timeout: float | None,
         collective_timeout: float,
-        env: Mapping[str, str] | None,
         meanwhile: Callable[[], object] | None,
     ) -> list[Any]:
         """Call `fn(world, *args)` on every rank, and return the results. See `Cluster.launch`."""
@@ -56,8 +55,7 @@ class HostedRanks:
             call.write(pickle.dumps((threads, collective_timeout, dump_call(fn, args))))
             call.flush()
             self._results = [stack.enter_context(tempfile.TemporaryFile()) for _ in range(self._size)]
-            environ = {"OMP_NUM_THREADS": str(threads)} | dict(env or {})
-            self._ranks = self._runner.start_all(lambda rank: self._begin(rank, call, environ), self._size)
+            self._ranks = self._runner.start_all(lambda rank: self._begin(rank, call, threads), self._size)
             try:
                 if meanwhile and self._are_up(timeout):
                     meanwhile()
@@ -81,7 +79,7 @@ class HostedRanks:
             raise self._failure(min(failed)[-1], outcomes)
         return [pickle.loads(outcome[1]) for outcome in outcomes]
 
-    def _begin(self, rank: int, call: IO[bytes], env: Mapping[str, str]) -> Process:
+    def _begin(self, rank: int, call: IO[bytes], threads: int) -> Process:
         node, local = divmod(rank, self._per_node)
         variables = {
             "RANK": rank,
@@ -90,8 +88,9 @@ class HostedRanks:
             "LOCAL_WORLD_SIZE": self._per_node,
             "MASTER_ADDR": self._address,
             "MASTER_PORT": self._port,
+            "OMP_NUM_THREADS": threads,
         }
-        environ = {name: str(value) for name, value in variables.items()} | dict(env)
+        environ = {name: str(value) for name, value in variables.items()}
         files = (call.fileno(), self._results[rank].fileno())
         return self._runner.start("fork", "ddp_tutorial.cluster.rank:call_here", node, environ, files)
 
