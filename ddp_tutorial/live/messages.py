@@ -6,12 +6,12 @@ from typing import Any
 
 from ddp_tutorial.debug.hangs import RankStatus
 from ddp_tutorial.processes.errors import Raised
-from ddp_tutorial.processes.logs import Logs
+from ddp_tutorial.processes.rank import ParentInfo
 from ddp_tutorial.processes.transport import Descriptor, Message, take_messages
 
 
 @dataclass
-class WorkerSpec:
+class WorkerSpec(ParentInfo):
     """The pipes and settings of a new rank in a pool.
 
     The main thread reads `requests`. A second thread reads `control`, even during a call. If `control` is closed, the
@@ -23,14 +23,9 @@ class WorkerSpec:
     messages: Descriptor
     requests: Descriptor
     control: Descriptor
-    threads: int
     device: str
     backend: str
     collective_timeout: float
-    sources: dict[str, list[str]]
-    logs: Logs | None
-    parent: int
-    dies_with_thread: bool
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing import connection, parent_process
 from pathlib import Path
-from typing import Any, NoReturn, Protocol
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -70,7 +70,26 @@ def send_figure(png: bytes) -> None:
 
 
 @dataclass
-class RankJob:
+class ParentInfo:
+    """Settings from the parent process that a new rank requires.
+
+    Attributes:
+        threads: Number of torch threads.
+        sources: Dict that maps each notebook cell's file name to its source lines.
+        logs: The parent's logging setup.
+        parent: Process ID of the parent.
+        dies_with_thread: Whether the rank is killed when the thread that started it exits.
+    """
+
+    threads: int
+    sources: dict[str, list[str]]
+    logs: Logs | None
+    parent: int
+    dies_with_thread: bool
+
+
+@dataclass
+class RankJob(ParentInfo):
     """The arguments that all ranks of a launch share.
 
     The pickled call is stored in a file instead of in this object. `spawn` waits until each process has read the
@@ -81,15 +100,10 @@ class RankJob:
     messages: list[Descriptor]
     lifeline: Descriptor
     call: Descriptor
-    threads: int
     device: str
     backend: str
     collective_timeout: timedelta
     script: Script | None
-    sources: dict[str, list[str]]
-    logs: Logs | None
-    parent: int
-    dies_with_thread: bool
 
 
 def run_rank(rank: int, job: RankJob) -> None:
@@ -117,24 +131,6 @@ def run_rank(rank: int, job: RankJob) -> None:
         # and the parent should know the cause by then.
         send(*outcome)
     _exit_code = int(outcome[0] == "raised")
-
-
-class ParentInfo(Protocol):
-    """Settings from the parent process that a new rank requires.
-
-    Attributes:
-        threads: Number of torch threads.
-        sources: Dict that maps each notebook cell's file name to its source lines.
-        logs: The parent's logging setup.
-        parent: Process ID of the parent.
-        dies_with_thread: Whether the rank is killed when the thread that started it exits.
-    """
-
-    threads: int
-    sources: dict[str, list[str]]
-    logs: Logs | None
-    parent: int
-    dies_with_thread: bool
 
 
 def initialize_rank(rank: int, output: Descriptor, messages: Descriptor, origin: ParentInfo) -> Sender:
