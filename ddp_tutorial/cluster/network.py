@@ -18,8 +18,7 @@ import math
 import os
 import re
 import socket
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -28,7 +27,7 @@ from ddp_tutorial.cluster.delay import MOST_BITS, MOST_FRAMES, WIRE, open_wire
 from ddp_tutorial.cluster.refusals import refusals
 from ddp_tutorial.config import ConfigError
 
-_NEWNET, _NEWUTS, _NEWNS = 0x40000000, 0x04000000, 0x00020000  # <sched.h>
+_NEWNET, _NEWUTS = 0x40000000, 0x04000000  # <sched.h>
 _MS_BIND, _MNT_DETACH = 4096, 2
 _UNITS = {"kbit": 1e3, "mbit": 1e6, "gbit": 1e9}
 _FASTEST = 30e9  # bits per second; the kernel stores bytes per second in 32 bits
@@ -249,13 +248,11 @@ def _libc(name: str, *args: int | bytes | None) -> None:
             raise OSError(number := ctypes.get_errno(), os.strerror(number), name)
 
 
-@contextmanager
-def _rtnl() -> Iterator[Any]:
-    """Open a netlink connection to the kernel for the current network namespace."""
+def _rtnl() -> Any:
+    """Open a netlink connection to the kernel for the current network namespace. Use it as a context manager."""
     from pyroute2 import IPRoute
 
-    with IPRoute() as kernel:
-        yield kernel
+    return IPRoute()
 
 
 def _index(kernel: Any, name: str) -> int:

@@ -1,7 +1,6 @@
 """Select the GPUs for the ranks on this machine, for `train --devices 0,1,3`."""
 
 import os
-from collections.abc import Mapping
 
 import torch
 
@@ -10,14 +9,13 @@ from ddp_tutorial.config import ConfigError
 VISIBLE = "CUDA_VISIBLE_DEVICES"
 
 
-def visible_devices(devices: str, ranks: int | None, environ: Mapping[str, str] = os.environ) -> list[str]:
+def visible_devices(devices: str, ranks: int | None) -> list[str]:
     """Return the selected GPUs as entries for CUDA_VISIBLE_DEVICES.
 
     Args:
         devices: The GPU numbers, such as "0,1,3". The numbers index the GPUs that are visible to this process, so a
             scheduler's CUDA_VISIBLE_DEVICES setting is respected.
         ranks: The number of ranks on this machine. None means one rank per GPU.
-        environ: The environment variables.
 
     Raises:
         ConfigError: If a GPU number is malformed, unknown or repeated, or if fewer GPUs than ranks are selected.
@@ -37,7 +35,7 @@ def visible_devices(devices: str, ranks: int | None, environ: Mapping[str, str] 
             f"--devices {devices} selects {len(numbers)} GPUs for {ranks} ranks on this machine, but each rank "
             f"requires its own GPU. Use nprocs={len(numbers)}, or select {ranks} GPUs"
         )
-    visible = environ[VISIBLE].split(",") if environ.get(VISIBLE) else list(map(str, range(there)))
+    visible = os.environ[VISIBLE].split(",") if os.environ.get(VISIBLE) else list(map(str, range(there)))
     return [visible[number].strip() for number in numbers]
 
 

@@ -51,15 +51,13 @@ def examine() -> list[Finding]:
 
     If a check raises an exception, its result is a failed `Finding` that contains the error.
     """
-    return [_run_probe(name, look) for name, look in _PROBES.items()]
-
-
-def _run_probe(name: str, look: Probe) -> Finding:
-    """Run one check, and convert an exception to a failed `Finding`."""
-    try:
-        return Finding(name, *look())
-    except Exception as error:
-        return Finding(name, False, f"{type(error).__name__}: {error}".split("\n", maxsplit=1)[0])
+    findings = []
+    for name, look in _PROBES.items():
+        try:
+            findings.append(Finding(name, *look()))
+        except Exception as error:
+            findings.append(Finding(name, False, f"{type(error).__name__}: {error}".split("\n", maxsplit=1)[0]))
+    return findings
 
 
 def _versions() -> tuple[bool | None, str, str]:

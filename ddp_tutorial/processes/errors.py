@@ -4,6 +4,7 @@ This module does not import torch, so a command can check an error's type withou
 """
 
 import re
+import textwrap
 from dataclasses import dataclass
 from typing import Any
 
@@ -80,7 +81,9 @@ class RankError(FailedError):
         """Store the arguments, and build the error message. The class docstring describes the arguments."""
         self.rank, self.reason, self.traceback, self.log, self.others = rank, reason, traceback, log, others
         self.raised = raised
-        printed = f"Last lines that rank {rank} printed:\n{_indent(log)}" if log else ""
+        printed = (
+            f"Last lines that rank {rank} printed:\n{textwrap.indent(log, '    ', lambda line: True)}" if log else ""
+        )
         story = [f"rank {rank} {reason}", traceback.rstrip(), printed, others]
         super().__init__("\n\n".join(part for part in story if part))
 
@@ -112,7 +115,3 @@ class RankError(FailedError):
 
 class RankTimeoutError(RankError, TimeoutError):
     """Raised when ranks exceed the timeout. The message contains each rank's stack and last collective."""
-
-
-def _indent(text: str) -> str:
-    return "\n".join(f"    {line}" for line in text.split("\n"))
