@@ -202,12 +202,9 @@ class Box:
                 os.kill(pid, number)
 
     def fork(self, node: int, fds: list[int], become: Any) -> int:
-        """Fork a process on a host, and return the process ID.
+        """Fork a process that calls `become()` on a host, and return the process ID.
 
-        Args:
-            node: Index of the host.
-            fds: Files for the child's input, output and exit code, followed by additional files.
-            become: Function that the child runs.
+        `fds` are the files for the child's input, output and exit code, followed by additional files.
         """
         if node in self.off:
             raise ConfigError(f"n{node} has been killed and cannot be restarted")

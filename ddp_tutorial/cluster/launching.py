@@ -21,15 +21,9 @@ class HostedRanks:
     """The ranks that one launch starts on a cluster's nodes. Each node runs the same number of ranks."""
 
     def __init__(self, runner: Runner, off: Set[str], address: str, port: int, size: int, per_node: int) -> None:
-        """Store the settings. The method `call` starts the ranks.
+        """Store the settings. The method `call` starts the ranks, which rendezvous at `address` and `port`.
 
-        Args:
-            runner: Runner that starts the processes.
-            off: Names of killed nodes. The set may change during the launch.
-            address: Rendezvous address.
-            port: Rendezvous port.
-            size: Number of ranks.
-            per_node: Number of ranks on each node.
+        `off` contains the names of killed nodes, and may change during the launch.
         """
         self._runner, self._off = runner, off
         self._address, self._port = address, port
@@ -64,7 +58,8 @@ class HostedRanks:
                 stopped = [rank.code is None for rank in self._ranks]
                 self._runner.end(self._ranks)
             outcomes = [_read(result) for result in self._results]
-        # Prefer the failure of a rank that did not lose a connection. Ranks on killed hosts report nothing.
+        # Prefer the failure of a rank that exited by itself and did not lose a connection. Ranks on killed hosts report
+        # nothing.
         failed = [
             (
                 stopped[rank],

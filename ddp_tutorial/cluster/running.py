@@ -130,13 +130,7 @@ class Runner:
     """Manager that starts and kills processes on a cluster's nodes."""
 
     def __init__(self, box: BoxClient, names: Sequence[str], folders: Sequence[Path]) -> None:
-        """Create a runner.
-
-        Args:
-            box: Client of the cluster's main process.
-            names: Names of the nodes.
-            folders: Working directories of the nodes.
-        """
+        """Create a runner for nodes with these names and working directories."""
         self._box, self._names, self._folders = box, names, folders
         self._processes: list[Process] = []
 

@@ -78,11 +78,7 @@ def describe(attempts: Sequence[Sequence[Row]]) -> str:
 def inject(folder: Path, rank: int, size: int, step: int) -> None:
     """Delay a step. With several ranks, inject each fault from the environment variable FAULTS once, on the last rank.
 
-    Args:
-        folder: The folder in which to record the injected faults.
-        rank: This rank.
-        size: The world size. With one rank, steps take longer.
-        step: The completed step.
+    With one rank, steps take longer. The injected faults are recorded in `folder`. `step` is the completed step.
     """
     time.sleep(0.01 if size > 1 else 0.5)
     for kind, at in json.loads(os.environ.get("FAULTS", "[]")):

@@ -36,13 +36,7 @@ class RankLog:
     def __init__(
         self, rank: int, show: Callable[[int, str], None], edit: Callable[[str], str] = lambda line: line
     ) -> None:
-        """Create an empty log.
-
-        Args:
-            rank: Rank that writes the output.
-            show: Function to call as `show(rank, line)` for each line.
-            edit: Function that transforms each line before the line is shown and stored.
-        """
+        """Create an empty log that calls `show(rank, edit(line))` for each line."""
         self.rank = rank
         self.lines: deque[str] = deque(maxlen=KEPT_LINES)
         self.dropped = 0
@@ -51,12 +45,7 @@ class RankLog:
         self._partial = ""
 
     def feed(self, data: bytes, *, final: bool = False) -> None:
-        """Decode `data`, and show the complete lines.
-
-        Args:
-            data: Bytes that the rank has written.
-            final: Whether to also show an incomplete last line.
-        """
+        """Decode `data`, and show the complete lines and, if `final` is true, an incomplete last line."""
         text = self._partial + self._decoder.decode(data, final)
         *lines, rest = text.split("\n")
         if final and rest:
@@ -111,13 +100,7 @@ class Console:
         """Update the elapsed time. Call this method about once per second while the ranks run."""
 
     def progress(self, done: int, total: int, numbers: dict[str, Any]) -> None:
-        """Show the progress that rank 0 reports.
-
-        Args:
-            done: Number of completed steps.
-            total: Total number of steps.
-            numbers: Dict that maps names to the values to show beside the bar.
-        """
+        """Show the progress that rank 0 reports, in steps, and the values `numbers` beside the bar."""
 
     def figure(self, rank: int, png: bytes) -> None:
         """Show a PNG image that a rank sent."""

@@ -459,11 +459,7 @@ class _Ranks:
         return more
 
     def _drain(self, fd: int, take: Callable[[bytes], object]) -> bool:
-        """Read at most 64 KiB from `fd`, so that a large amount of output cannot block the parent.
-
-        Returns:
-            True if data was read, and False otherwise.
-        """
+        """Read at most 64 KiB, so that a flood of output cannot block the parent. Return whether data was read."""
         try:
             data = os.read(fd, 1 << 16)
         except BlockingIOError:

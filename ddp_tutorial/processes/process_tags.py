@@ -19,12 +19,7 @@ _END_SECONDS = 10.0
 
 
 def tagged_processes(variable: str, is_ours: Callable[[str], bool]) -> list[psutil.Process]:
-    """Return all processes, except this one, whose environment contains `variable` with a matching value.
-
-    Args:
-        variable: Name of the environment variable.
-        is_ours: Function that returns whether a value of the variable matches.
-    """
+    """Return all processes except this one that have an environment variable `variable` with `is_ours(value)`."""
     found = []
     for process in psutil.process_iter():
         with suppress(psutil.Error, OSError):
@@ -35,14 +30,10 @@ def tagged_processes(variable: str, is_ours: Callable[[str], bool]) -> list[psut
 
 
 def kill_tagged(variable: str, is_ours: Callable[[str], bool]) -> None:
-    """Kill all matching processes, and repeat until no matching process is left.
+    """Kill the processes that `tagged_processes` returns, and repeat until none is left.
 
     Repeating is necessary because a process may start another process just before it is killed. The function gives up
     after ten seconds if some of the processes still exist.
-
-    Args:
-        variable: Name of the environment variable.
-        is_ours: Function that returns whether a value of the variable matches.
     """
     deadline = time.monotonic() + _END_SECONDS
     while (left := tagged_processes(variable, is_ours)) and time.monotonic() < deadline:
@@ -55,11 +46,8 @@ def kill_tagged(variable: str, is_ours: Callable[[str], bool]) -> None:
 def kill_torchrun(agent: "subprocess.Popen[Any] | psutil.Popen", tag: str) -> None:
     """Kill a torchrun agent and all processes that it started, then wait for the agent to exit.
 
-    The agent is killed first, because it would restart its ranks.
-
-    Args:
-        agent: The process that was started with `TORCHRUN=tag` in its environment.
-        tag: Value of the environment variable.
+    The agent must have been started with `TORCHRUN=tag` in its environment. It is killed first, because it would
+    restart its ranks.
     """
     with suppress(psutil.Error, OSError):
         agent.kill()

@@ -134,18 +134,10 @@ def run_rank(rank: int, job: RankJob) -> None:
 
 
 def initialize_rank(rank: int, output: Descriptor, messages: Descriptor, origin: ParentInfo) -> Sender:
-    """Initialize this process as a rank.
+    """Initialize this process as a rank, and return the `Sender` for messages to the parent.
 
-    The rank exits with its parent, ignores interrupts, and writes its output to a pipe.
-
-    Args:
-        rank: Rank of this process.
-        output: Pipe for stdout and stderr.
-        messages: Pipe for progress, results and errors.
-        origin: Information about the parent.
-
-    Returns:
-        The `Sender` for messages to the parent. The function `progress` also uses this sender.
+    The rank exits with its parent, ignores interrupts, and writes its output to a pipe. The function `progress` also
+    uses the returned sender.
     """
     global _send
     _keep_descriptors_from_children()
@@ -227,11 +219,7 @@ def _answer(lifeline: int, send: Sender, main_thread: int) -> None:
 
 
 def user_traceback(error: BaseException, *files: str) -> str:
-    """Format the traceback of an error without the frames of this package's launcher.
-
-    Args:
-        error: The exception.
-        *files: Additional source files whose frames are omitted.
+    """Format the traceback of an error without the frames of this package's launcher and of the source files `files`.
 
     Returns:
         The traceback, or an empty string if no frames remain.

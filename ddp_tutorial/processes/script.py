@@ -78,11 +78,7 @@ class Script:
 
 
 def require_guard(call: str) -> None:
-    """Raise `MissingGuardError` if a rank is importing the script.
-
-    Args:
-        call: Name of the function that the script calls at its top level.
-    """
+    """Raise `MissingGuardError` if a rank is importing the script, which calls the function `call` at its top level."""
     if _running is not None:
         raise MissingGuardError(
             f"{_running.path} calls {call} at its top level. Every rank imports the script, so every rank would launch "

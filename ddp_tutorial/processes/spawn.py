@@ -72,13 +72,9 @@ def has_exited(process: Any) -> bool:
 
 
 def terminate_all(processes: list[Any], mark: str) -> list[Any]:
-    """Terminate the ranks' processes, and all processes that the ranks started.
+    """Terminate the ranks' processes, and all processes that the ranks started, which inherit `MARK=mark`.
 
     Each rank receives SIGTERM and, after `END_SECONDS` seconds, SIGKILL.
-
-    Args:
-        processes: The ranks' processes.
-        mark: Value of the environment variable `MARK`, which the descendants of the ranks inherit.
 
     Returns:
         The processes that still exist `END_SECONDS` seconds after SIGKILL, for example because they wait for an

@@ -117,12 +117,9 @@ def _culprit_in_call(fn: Callable[..., object], args: tuple[object, ...]) -> str
 
 
 def _culprit(value: object, label: str) -> str | None:
-    """Return the label of the value that cannot be pickled, or None if `value` can be pickled.
+    """Return a label for the part of `value` that cannot be pickled, or None if `value` can be pickled.
 
-    Args:
-        value: Object to check.
-        label: Name of `value` in the error message. If the value is in a dict, list or tuple, its key or index is
-            appended to the name.
+    The label starts with `label`, the name of `value`, followed by keys and indices, such as `result["a"][0]`.
     """
     try:
         cloudpickle.dumps(value)
