@@ -226,7 +226,7 @@ def _ahead_of_profiler(spans: Sequence[Span], events: Sequence[Any]) -> float:
     if not least:
         raise ValueError(
             "record_torch() requires at least one phase in its block, got none. Mark the code, as in "
-            "'with phase(\"backward\"): ...'"
+            'with phase("backward"): ...'
         )
     return (max(least) + min(most)) / 2
 
