@@ -168,6 +168,11 @@ def test_the_state_of_the_scale_is_saved_and_loaded() -> None:
     after.load_state_dict(before.state_dict())
     assert after.scale == before.scale == Scale(256, 3, steady=2, overflows=2)
     assert Precision().state_dict() == {}
+    shorter = Precision(HALF.model_copy(update={"growth_interval": 1}))
+    shorter.load_state_dict(before.state_dict())
+    assert shorter.scale is not None
+    shorter.scale.update(overflow=False)
+    assert shorter.scale.value == 512
     with pytest.raises(ValueError, match="a checkpoint for precision fp32 must not contain a loss scale"):
         Precision().load_state_dict(before.state_dict())
     with pytest.raises(ValueError, match="a checkpoint for precision fp16 must contain a loss scale"):

@@ -57,7 +57,7 @@ class Scale:
             self.value, self.steady, self.overflows = self.value / 2, 0, self.overflows + 1
             return
         self.steady += 1
-        if self.steady == self.growth_interval:
+        if self.steady >= self.growth_interval:  # the interval may be shorter than in the checkpoint
             self.value, self.steady = self.value * 2, 0
 
 
