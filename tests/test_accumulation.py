@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
+from torch.utils.data import TensorDataset
 
 from ddp_tutorial.accumulation.invariant import InvariantStrategy, add_across_ranks, bit_reversed
 from ddp_tutorial.accumulation.loss import LossError, StepLoss, Totals, call_loss
@@ -19,8 +20,10 @@ from ddp_tutorial.ddp.wrappers import data_parallel
 from ddp_tutorial.processes.launcher import launch
 from ddp_tutorial.rng import seeded_rng
 from ddp_tutorial.sharding.permutation import shard_micro_batches
-from ddp_tutorial.training.config import ModelConfig, TaskConfig
+from ddp_tutorial.sharding.sources import make_source
+from ddp_tutorial.training.config import ModelConfig, TaskConfig, TrainConfig
 from ddp_tutorial.training.gpt import GPT, next_token_loss
+from ddp_tutorial.training.step import make_train_step
 from ddp_tutorial.training.tasks import launch_training, make_trainer
 from ddp_tutorial.world import World
 from ranks import error_of
@@ -44,6 +47,23 @@ def world_of(rank: int, size: int) -> World:
 
 
 # ------------------------------------------------------------------------------------------------ micro-batches
+
+
+def test_a_failed_step_leaves_no_gradient_of_earlier_micro_batches() -> None:
+    model = nn.Linear(3, 1)
+    calls: list[bool] = []
+
+    def loss(module: Any, batch: Any) -> Any:
+        calls.append(torch.is_grad_enabled())  # false in the check for a mean loss
+        if sum(calls) == 2:
+            raise ValueError("the second micro-batch")
+        return module(batch[0]).sum(), len(batch[0])
+
+    source = make_source(TensorDataset(torch.ones(8, 3)), 4, World())
+    step = make_train_step(model, source, loss, World(), TrainConfig(accumulation=2))
+    with pytest.raises(ValueError, match="the second micro-batch"):
+        step()
+    assert [parameter.grad for parameter in model.parameters()] == [None, None]
 
 
 def test_a_step_without_micro_batches_is_rejected() -> None:

@@ -112,10 +112,10 @@ class TrainStep:
             try:
                 with phase("grads"):
                     return batches, self.strategy.backward(batches, stop_flags)
-            except OutOfMemoryError as error:  # raised on all ranks
-                if not left:
+            except BaseException as error:
+                self.optimizer.zero_grad()  # gradients of earlier micro-batches, which the next step would include
+                if not (left and isinstance(error, OutOfMemoryError)):  # raised on all ranks
                     raise
-                self.optimizer.zero_grad()  # gradients of earlier micro-batches
                 self.left_out += 1
                 LOG.warning(
                     "step %d: %s. All ranks skip this batch and continue with the next batch", self.number + 1, error
