@@ -158,6 +158,7 @@ def test_the_perplexity_of_a_diverged_model_is_infinite(result: TrainResult, mon
     assert evaluate(result.run)["perplexity"] == math.inf
     monkeypatch.setattr("ddp_tutorial.training.export.evaluate_here", lambda *_: {"loss": math.nan})
     assert math.isnan(evaluate(result.run)["perplexity"])
+    assert json.loads(call("evaluate", str(result.run), "--json").stdout)["perplexity"] is None
 
 
 def test_a_model_that_cannot_be_written_leaves_the_old_one(tmp_path: Path) -> None:

@@ -22,6 +22,7 @@ _best = click.option(
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 def evaluate(run: str, best: bool, samples: int | None, as_json: bool) -> None:
     """Compute the loss of RUN's model on the validation samples."""
+    from ddp_tutorial.files import without_nan
     from ddp_tutorial.runs.summaries import find_run
     from ddp_tutorial.training.export import evaluate as evaluate_run
 
@@ -30,7 +31,7 @@ def evaluate(run: str, best: bool, samples: int | None, as_json: bool) -> None:
         f"validation loss {found['eval_loss']:.4f} nats per token, perplexity {found['perplexity']:.2f}, "
         f"{found['bits_per_token']:.3f} bits per token, over {found['tokens']:,} tokens"
     )
-    click.echo(json.dumps({"run": str(run), **found}) if as_json else text)
+    click.echo(json.dumps({"run": str(run), **without_nan(found)}) if as_json else text)
 
 
 @click.command()
