@@ -409,6 +409,12 @@ def add(log: StepLog, step: int, loss: float = 1.0) -> None:
     log.add(step, {"loss": loss, "accuracy": 0.5}, 100, torch.tensor(0.25), 0.125, seconds)
 
 
+@pytest.mark.parametrize("name", ["step", "tokens", "seconds", "epoch"])
+def test_a_metric_with_the_name_of_a_logged_value_is_rejected(name: str, log: StepLog) -> None:
+    with pytest.raises(ConfigError, match=f"metric {name!r} must be renamed"):
+        log.add(1, {"loss": 1.0, name: 0.5}, 100, torch.tensor(0.25), 0.125, {}, epoch=0.1)
+
+
 def test_a_record_describes_its_step_completely(log: StepLog, tmp_path: Path) -> None:
     add(log, 1, loss=2.5)
     add(log, 2, loss=1.5)

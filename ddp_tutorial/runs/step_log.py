@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from ddp_tutorial.config import ConfigError
 from ddp_tutorial.files import notify_observers, without_nan, write_atomically
 from ddp_tutorial.runs.folder import PER_SECOND, read_lines
 from ddp_tutorial.runs.summaries import rates_of
@@ -65,7 +66,13 @@ class StepLog:
 
         `means` contains the means of the loss and the metrics over all ranks, and `count` is the number of tokens or
         samples on all ranks. `grad_norm` is the norm of the gradient before clipping.
+
+        Raises:
+            ConfigError: If a metric has the name of a different value in the log.
         """
+        names = {"step", "learning_rate", self.unit, self.unit + PER_SECOND, "elapsed", "seconds", "grad_norm", *others}
+        if taken := names & means.keys():
+            raise ConfigError(f"metric {min(taken)!r} must be renamed, because the log contains a value with this name")
         self.count += count
         self.losses.append(means["loss"])
         known = {"step": step, "learning_rate": learning_rate, self.unit: self._total(), "elapsed": self.elapsed()}
