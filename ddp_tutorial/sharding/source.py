@@ -59,7 +59,7 @@ class Source(Protocol):
         ...
 
     def load_state_dict(self, state: SourceState) -> None:
-        """Resume from a position that `state_dict` returned. Call this method before the first step."""
+        """Resume from a position that `state_dict` returned. This is also allowed after batches have been taken."""
         ...
 
     def close(self) -> None:
