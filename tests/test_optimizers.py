@@ -138,6 +138,7 @@ WRONG: list[tuple[tuple[str, ...], str]] = [
     (("optimizer.class=torch.optim.SDG",), "does not contain 'SDG'. Did you mean 'SGD'?"),
     (("optimizer.class=torch.optimizer.SGD",), "the module 'torch.optimizer' cannot be imported: ModuleNotFoundError"),
     (("optimizer.class=exits.Mine",), "the module 'exits' cannot be imported: SystemExit: 3"),
+    (("optimizer.class=lazy.Mine",), "the module 'lazy' cannot be imported: RuntimeError: no such library"),
     (("optimizer.class=torch.nn.Linear",), "must be a subclass of torch.optim.optimizer.Optimizer, got 'torch.nn.L"),
     (("optimizer.class=torch.optim.SGD", "optimizer.args.momentun=1"), "unexpected keyword argument 'momentun'"),
     (("optimizer.class=torch.optim.SGD", "optimizer.args.lr=-1"), "ValueError: Invalid learning rate: -1"),
@@ -155,6 +156,8 @@ WRONG: list[tuple[tuple[str, ...], str]] = [
 def test_an_invalid_class_is_rejected_in_one_line_before_ranks_start(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(Path.cwd())
     Path("exits.py").write_text("raise SystemExit(3)\n")
+    lazy = "def __getattr__(name): raise (RuntimeError if name == 'Mine' else AttributeError)('no such library')\n"
+    Path("lazy.py").write_text(lazy)
     for arguments, message in WRONG:
         for dry in ((), ("--dry-run",)):
             done = call("train", "tiny", *arguments, *dry)

@@ -22,11 +22,12 @@ def import_object(name: str, path: str, is_known: Callable[[Any], bool]) -> Any:
     module_name, _, attribute = path.rpartition(".")
     try:
         module = importlib.import_module(module_name)
+        is_found = hasattr(module, attribute)  # a module may import the object only now
     except (Exception, SystemExit) as error:
         raise ConfigError(
             f"'{name}' is {path!r}, but the module {module_name!r} cannot be imported: {_in_one_line(error)}"
         ) from None
-    if hasattr(module, attribute):
+    if is_found:
         return getattr(module, attribute)
     known = [key for key, value in vars(module).items() if is_known(value)]
     raise ConfigError(
