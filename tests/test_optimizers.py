@@ -173,6 +173,12 @@ def test_the_memory_of_an_optimizer_by_import_path_is_measured() -> None:
         assert optimizer_bytes(TrainConfig(optimizer={"class": path})) == nbytes
 
 
+def test_an_optimizer_that_requires_sparse_gradients_is_rejected_by_a_dry_run() -> None:
+    done = call("train", "tiny", "optimizer.class=torch.optim.SparseAdam", "device=cpu", "--dry-run")
+    assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1), done
+    assert "torch.optim.SparseAdam with a dense gradient, which failed: RuntimeError: SparseAdam" in done.stderr
+
+
 def by_import_path_and_by_hand(world: World) -> dict[str, Any]:
     named = TrainConfig(steps=8, name="named", optimizer=SGD, scheduler=COSINE, checkpoint={"every": 4})
     by_hand = trainer_of(

@@ -168,13 +168,23 @@ def _meta_device() -> Iterator[None]:
 
 
 def optimizer_bytes(config: TrainConfig) -> int:
-    """Return the optimizer state's size in bytes per parameter. For an imported class, measure a small matrix."""
+    """Return the optimizer state's size in bytes per parameter. For an imported class, measure a small matrix.
+
+    Raises:
+        ConfigError: If the imported class cannot update a matrix with a dense gradient.
+    """
     if isinstance(config.optimizer, str):
         return OPTIMIZER_BYTES[config.optimizer]
     model = nn.Linear(64, 64, bias=False)
     optimizer = make_optimizer(model, config)
     model.weight.grad = torch.ones_like(model.weight)
-    optimizer.step()
+    try:
+        optimizer.step()
+    except Exception as error:  # e.g. SparseAdam
+        raise ConfigError(
+            f"the memory estimate runs a step of {config.optimizer['class']} with a dense gradient, which failed: "
+            f"{type(error).__name__}: {' '.join(str(error).split())}. Use a different optimizer, or omit --dry-run"
+        ) from None
     kept = [value for state in optimizer.state.values() for value in state.values() if torch.is_tensor(value)]
     return sum(tensor.nbytes for tensor in kept) // model.weight.numel()
 
