@@ -163,6 +163,13 @@ def test_a_loss_that_requires_values_is_reported_by_the_plan(monkeypatch: pytest
         with pytest.raises(ConfigError, match=r"called on meta tensors\). Return metrics as tensors, without item\(\)"):
             planned("tiny", "device=cpu", "model.layers=2", f"strategy={strategy}")
 
+    def loss_of_distinct_tokens(model: Any, batch: Any) -> Any:
+        return model(batch["tokens"][:, :-1]).sum(), len(batch["tokens"].unique())
+
+    monkeypatch.setattr("ddp_tutorial.training.plan.loss_of", lambda config: loss_of_distinct_tokens)
+    with pytest.raises(ConfigError, match="no fake impl or Meta kernel"):
+        planned("tiny", "device=cpu")
+
 
 @pytest.mark.parametrize(
     ("nbytes", "text"),
