@@ -9,10 +9,11 @@ import pytest
 from ddp_tutorial.config import ConfigError
 from ddp_tutorial.phases import PhaseEvent, observe
 from ddp_tutorial.processes.launcher import RankError, launch
+from ddp_tutorial.training.callbacks import Callback
 from ddp_tutorial.training.config import ModelConfig, TaskConfig
 from ddp_tutorial.training.export import config_of as settings_of
 from ddp_tutorial.training.export import sample
-from ddp_tutorial.training.tasks import train
+from ddp_tutorial.training.tasks import make_trainer, train
 from ddp_tutorial.world import World
 
 pytestmark = pytest.mark.usefixtures("workdir")
@@ -97,6 +98,31 @@ def test_rerunning_a_finished_run_keeps_and_returns_its_result(capsys: pytest.Ca
     for kept in ("mine/result.json", "mine/model/model.safetensors"):
         assert after[kept][0] == before[kept][0]
     assert json.loads(after["mine/result.json"][0])["metrics"]["tokens_per_second"] > 0
+
+
+class RaisesOnce(Callback):
+    """Prevents the first call of `train` from returning a result."""
+
+    has_raised = False
+
+    def on_end(self, trainer: Any, result: Any) -> None:
+        if not self.has_raised:
+            self.has_raised = True
+            raise ValueError("the first call")
+
+
+def test_a_trainer_trains_once_and_a_second_call_changes_nothing(capsys: pytest.CaptureFixture[str]) -> None:
+    trainer = make_trainer(config_of(checkpoint={"every": 0}), World())
+    trainer.callbacks.append(RaisesOnce())
+    with pytest.raises(ValueError, match="the first call"):
+        trainer.train()
+    assert len(trainer.train().losses) == STEPS
+    assert "nothing was trained" not in capsys.readouterr().err
+    before = tree_of(Path("runs"))
+    assert b'"step": 1,' in before["mine/metrics.jsonl"][0]
+    with pytest.raises(ConfigError, match=f"this Trainer has already finished its run, at step {STEPS}"):
+        trainer.train()
+    assert tree_of(Path("runs")) == before
 
 
 def test_an_unreadable_line_of_the_log_is_dropped_on_resume() -> None:

@@ -180,6 +180,7 @@ class Trainer:
         self.profiler = StepProfiler(world, self.run, first, last, link, config.profile.recorded)
         self.stopping = StopRequests(world, self.run)
         self.requested: StopDecision = ""
+        self.is_finished = False
         self.checkpoints = Checkpointer(
             self.run.checkpoints,
             self.components(),
@@ -197,7 +198,16 @@ class Trainer:
         return self.train_step.number
 
     def train(self) -> TrainResult:
-        """Run all remaining steps and return the result."""
+        """Run all remaining steps and return the result.
+
+        Raises:
+            ConfigError: If an earlier call has returned a result.
+        """
+        if self.is_finished:
+            raise ConfigError(
+                f"this Trainer has already finished its run, at step {self.step_count}. To train again, create a new "
+                "Trainer. To train longer, set a larger 'steps', resume=auto and resume_allow=[steps]"
+            )
         with ExitStack() as afterwards, self.record.exclusive():
             afterwards.callback(torch.set_num_threads, self.threads)
             if self.config.resume == "auto":
@@ -212,7 +222,9 @@ class Trainer:
                     if self.is_due(self.save_every):
                         self.save()
                 with phase("result"):  # if an observer raises, there is no result
-                    return self.finish()
+                    result = self.finish()
+        self.is_finished = True
+        return result
 
     def is_done(self) -> bool:
         """Return whether the run has reached its last step, met a stopping criterion, or received a stop request."""
@@ -287,10 +299,10 @@ class Trainer:
                 self.options.restore(self.train_step.optimizer, self.train_step.scheduler)
             excluded = f", without {', '.join(self.config.resume_without)}" if self.config.resume_without else ""
             LOG.info("resuming after step %d, from %s%s", self.start.step, self.start.checkpoint, excluded)
-        elif is_found:
+        elif is_found and not self.step_count:
             self.log.rewind(0, [], 0)
-        if self.is_done():  # a finished run's command was rerun
-            if self.world.is_main:
+        if self.is_done():  # a finished run's command was rerun, or the first attempt to write the result failed
+            if self.world.is_main and self.start.checkpoint is not None:
                 LOG.warning(
                     "nothing was trained: resume=%s found a run that finished at step %d, so changes to the code "
                     "had no effect. To train again, use a different 'name' or resume=never; to train longer, set a "
