@@ -104,6 +104,14 @@ def test_a_skipped_batch_is_in_each_log_and_counted_in_the_result(found: list[di
     assert "can't allocate memory" in found[0]["log"][1]
 
 
+def test_a_resumed_run_counts_the_batches_that_were_skipped_before() -> None:
+    config = small(oom_skips=1, name="first", steps=4, schedule_steps=5, checkpoint={"every": 4})
+    assert train_with(World(), config, out_of_memory(3, rank=0))["left_out"] == 1
+    again = {"name": "again", "steps": 5, "resume": "runs/first", "resume_allow": ("steps",)}
+    assert train_with(World(), config.model_copy(update=again))["left_out"] == 1
+    assert json.loads(Path("runs/again/result.json").read_text())["left_out"] == 1
+
+
 def test_several_batches_are_skipped_up_to_the_limit(
     found: list[dict[str, Any]],
 ) -> None:

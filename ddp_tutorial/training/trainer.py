@@ -335,6 +335,7 @@ class Trainer:
         return {
             "step": self.step_count,
             "count": self.log.count,
+            **({"left_out": self.train_step.left_out} if self.train_step.left_out else {}),
             "evaluations": {step: dict(means) for step, means in self.best.evaluations.items()},
             "losses": torch.tensor(self.log.losses, dtype=torch.float64),
         }
@@ -342,6 +343,7 @@ class Trainer:
     def set_progress(self, state: dict[str, Any]) -> None:
         """Restore the progress of the run, and rewind its evaluations and its log."""
         self.train_step.number = self.record.step = state["step"]
+        self.train_step.left_out = state.get("left_out", 0)
         self.best.rewind(state["step"], state["evaluations"])
         self.log.rewind(state["step"], state["losses"].tolist(), state["count"])
 
