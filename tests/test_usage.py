@@ -144,6 +144,29 @@ def test_a_run_that_continues_another_run_keeps_its_best_model() -> None:
     assert evaluate(result.run, best=True) == evaluate(first.run, best=True)
 
 
+class KilledError(BaseException):
+    """Abort an attempt like a signal: nothing is recorded or cleaned up."""
+
+
+def test_a_run_whose_repeated_steps_are_worse_keeps_its_best_model() -> None:
+    saving = {"checkpoint": {"every": 4}, "best_model": True, "name": "worse", "resume": "auto", "steps": 8}
+    best, evaluations = Path("runs/worse/best"), 0
+
+    def kill_after_step_6(event: PhaseEvent) -> None:
+        nonlocal evaluations
+        evaluations += event == ("evaluate", False, event.time)
+        if evaluations == 3:
+            raise KilledError
+
+    with pytest.raises(KilledError), observe(kill_after_step_6):
+        train(World(), config_of(**saving))
+    assert sorted(path.name for path in best.iterdir()) == ["step_00000004", "step_00000006"]
+    worse = train(World(), config_of(**saving, learning_rate=30.0, resume_allow=["learning_rate"]))
+    assert best_step(worse.eval_losses) == 4
+    assert [path.name for path in best.iterdir()] == ["step_00000004"]
+    assert evaluate(worse.run, best=True)["eval_loss"] == pytest.approx(worse.eval_losses[4], rel=1e-6)
+
+
 def test_a_best_model_left_by_a_killed_run_is_replaced() -> None:
     run, model = RunFolder(Path("runs/left")), nn.Linear(2, 1)
     (run.best / "step_00000002").mkdir(parents=True)  # from an attempt that ended before its first checkpoint

@@ -1,7 +1,7 @@
 """Track a run's evaluations, to keep the best weights and to detect a lack of progress."""
 
 import shutil
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 
 from torch import nn
 
@@ -21,7 +21,8 @@ class EvaluationTracker:
 
     The decisions depend only on the evaluations, which are part of the checkpoint. Therefore, a resumed run makes
     the same decisions as an uninterrupted run. With `config.best_model`, rank 0 keeps the weights of the best
-    evaluation in the run folder.
+    evaluation in the run folder. Until the run finishes, it also keeps the weights of the evaluations that were the
+    best at the last two checkpoints.
     """
 
     def __init__(self, world: World, run: RunFolder, config: TrainConfig, rule: StoppingRule) -> None:
@@ -29,6 +30,7 @@ class EvaluationTracker:
         self.world, self.run, self.config, self.rule = world, run, config, rule
         self.evaluations: dict[int, dict[str, float]] = {}  # step -> name -> mean
         self.is_over = False  # on all ranks; see `reason_to_stop`
+        self._at_checkpoints: list[int | None] = []  # the best step at each of the last two checkpoints
 
     @property
     def values(self) -> dict[int, float]:
@@ -53,8 +55,7 @@ class EvaluationTracker:
         best = self.step  # computed on every rank, so that all ranks raise an error if the metric is wrong
         if self.config.best_model and self.world.is_main and best == step:
             save_model(model, self.run.best / checkpoint_name(step))
-            for old in (kept for kept in self.saved_steps() if kept != step):
-                shutil.rmtree(self.run.best / checkpoint_name(old))
+            self.remove_saved(excluded=[step, *self._at_checkpoints])
         return self.reason_to_stop()
 
     def reason_to_stop(self) -> str:
@@ -69,16 +70,36 @@ class EvaluationTracker:
         return "early_stopping.rule returned true" if options.rule else f"no improvement since step {self.step}"
 
     def saved_steps(self) -> list[int]:
-        """Return the steps whose weights are saved in the run folder (at most one step)."""
+        """Return the steps whose weights are saved in the run folder, in ascending order."""
         return sorted(int(folder.name.removeprefix("step_")) for folder in self.run.best.glob("step_*"))
+
+    def remove_saved(self, excluded: Collection[int | None]) -> None:
+        """On rank 0, remove the weights of all steps from the run folder, except the steps in `excluded`."""
+        if self.world.is_main:
+            for step in self.saved_steps():
+                if step not in excluded:
+                    shutil.rmtree(self.run.best / checkpoint_name(step))
+
+    def record_checkpoint(self) -> None:
+        """Record that a checkpoint contains the evaluations so far.
+
+        The weights of the best of these evaluations are kept until two later checkpoints have been saved. Until then, a
+        killed run may resume from this checkpoint, and its later evaluations may be worse the second time.
+        """
+        if self.config.best_model:
+            self._at_checkpoints = [*self._at_checkpoints[-1:], self.step]
+
+    def remove_superseded(self) -> None:
+        """On rank 0, remove all weights except those of the best evaluation, if these weights are saved."""
+        if self.config.best_model and self.step in self.saved_steps():
+            self.remove_saved(excluded=[self.step])
 
     def rewind(self, step: int, evaluations: Mapping[int, Mapping[str, float]]) -> None:
         """Restore the `evaluations` up to `step`. Rank 0 removes the weights of later steps from the run folder."""
         self.evaluations = {each: dict(means) for each, means in evaluations.items()}
         self.is_over = bool(self.reason_to_stop())
-        if self.world.is_main:
-            for later in (each for each in self.saved_steps() if each > step):
-                shutil.rmtree(self.run.best / checkpoint_name(later))
+        self.remove_saved(excluded=[each for each in self.saved_steps() if each <= step])
+        self.record_checkpoint()
 
     def copy_best(self, other: RunFolder) -> None:
         """On rank 0, copy the weights of the best evaluation from the run `other`, if that run has kept them."""

@@ -356,6 +356,7 @@ class Trainer:
             means = self.best.evaluations.get(self.step_count, {})
             metrics = {f"eval_{name}": value for name, value in means.items()} | {"loss": self.log.losses[-1]}
             self.checkpoints.save(self.step_count, metrics)
+        self.best.record_checkpoint()
         self.call_back(lambda callback: callback.on_save(self, self.step_count))
 
     def share_losses(self) -> None:
@@ -457,6 +458,8 @@ class Trainer:
             def write() -> None:
                 if not self.run.result.exists():  # it exists if a finished run's command was rerun
                     save_model(model, self.run.model)
+                    if result.stopped_at is None:  # otherwise, the run may resume from an earlier checkpoint
+                        self.best.remove_superseded()
                     self.record.write_result(self.summary(result, used))
 
             decide_on_rank_zero(self.world, write)
