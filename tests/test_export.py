@@ -150,7 +150,8 @@ def test_a_prompt_without_tokens_is_rejected(result: TrainResult, monkeypatch: p
 
 
 def test_a_generated_token_that_is_not_a_byte_is_replaced() -> None:
-    assert decode(torch.tensor([72, 300, 105])) == "H\ufffdi"
+    for dtype in (torch.int64, torch.uint16):  # generated tokens, and the tokens of a file
+        assert decode(torch.tensor([72, 300, 105], dtype=dtype)) == "H\ufffdi"
 
 
 def test_the_perplexity_of_a_diverged_model_is_infinite(result: TrainResult, monkeypatch: pytest.MonkeyPatch) -> None:

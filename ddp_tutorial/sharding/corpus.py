@@ -135,7 +135,7 @@ def decode(tokens: torch.Tensor) -> str:
 
     A model whose vocabulary is larger than 256 may generate tokens that are not bytes. They are also replaced.
     """
-    return bytes(tokens.clamp(max=255).tolist()).decode(errors="replace")  # 255 never occurs in UTF-8
+    return bytes(min(token, 255) for token in tokens.tolist()).decode(errors="replace")  # 255 never occurs in UTF-8
 
 
 def _tokens(documents: list[bytes]) -> torch.Tensor:
