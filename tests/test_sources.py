@@ -815,6 +815,24 @@ def test_a_transform_of_streams_may_query_its_worker() -> None:
     source.close()
 
 
+@forking
+def test_a_batch_whose_type_is_defined_in_a_script_has_this_type_on_every_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    scripted = NamedTuple("scripted", [("x", torch.Tensor)])
+    scripted.__module__ = "__main__"
+    monkeypatch.setattr(sys.modules["__main__"], "scripted", scripted, raising=False)
+    here, there = multiprocessing.Pipe()
+
+    def send() -> None:
+        there.send_bytes(pack(scripted(torch.ones(2))).numpy().tobytes())
+
+    rank = multiprocessing.get_context("fork").Process(target=send)
+    rank.start()
+    received = unpack(torch.frombuffer(bytearray(here.recv_bytes()), dtype=torch.uint8))
+    rank.join()
+    assert type(received) is scripted
+    assert received.x.tolist() == [1, 1]
+
+
 # ------------------------------------------------------------------------------------------------- what goes wrong
 
 

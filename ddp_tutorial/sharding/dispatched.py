@@ -8,7 +8,6 @@ from contextlib import suppress
 from dataclasses import replace
 from typing import Any, NamedTuple
 
-import cloudpickle
 import numpy as np
 import torch
 import torch.distributed as dist
@@ -17,7 +16,7 @@ from ddp_tutorial.collectives import from_rank_zero, rank_zero_first
 from ddp_tutorial.compat import tree_flatten, tree_unflatten
 from ddp_tutorial.sharding.permutation import global_micro_batch_sizes, shard_micro_batches
 from ddp_tutorial.sharding.samples import as_batch, select_rows
-from ddp_tutorial.sharding.sharded import to_device
+from ddp_tutorial.sharding.sharded import pickled, to_device
 from ddp_tutorial.sharding.source import LocalBatch, Source, SourceState, Tree
 from ddp_tutorial.sharding.workers import SourceError
 from ddp_tutorial.world import World, require_group
@@ -221,7 +220,7 @@ def pack(thing: object) -> torch.Tensor:
     leaves, tree = tree_flatten(thing)
     tensors = [leaf.detach().cpu().resolve_conj().resolve_neg() for leaf in leaves if torch.is_tensor(leaf)]
     placeholders = [_Leaf(leaf.dtype, tuple(leaf.shape)) if torch.is_tensor(leaf) else leaf for leaf in leaves]
-    head = cloudpickle.dumps(tree_unflatten(placeholders, tree))  # a type may be from a notebook cell
+    head = pickled(tree_unflatten(placeholders, tree))
     parts = [torch.tensor([len(head)]).view(torch.uint8), torch.frombuffer(bytearray(head), dtype=torch.uint8)]
     for part in [tensor.contiguous().reshape(-1).view(torch.uint8) for tensor in tensors]:
         parts += [torch.zeros(-sum(map(len, parts)) % _ALIGN, dtype=torch.uint8), part]

@@ -1,5 +1,6 @@
 """Define `ShardedSource`, in which every rank reads its own samples, and helpers for the other sources."""
 
+import pickle
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
@@ -199,6 +200,18 @@ class ByValue:
     def __setstate__(self, state: bytes) -> None:
         """Restore the attributes."""
         vars(self).update(cloudpickle.loads(state))
+
+
+def pickled(thing: object) -> bytes:
+    """Pickle an object for a different process, by reference if possible and otherwise by value.
+
+    A type that is defined in a notebook cell cannot be pickled by reference on a rank. A type that is defined in a script
+    must be pickled by reference. Otherwise, the receiver would create a second type of the same name.
+    """
+    try:
+        return pickle.dumps(thing)
+    except Exception:  # pickle raises several types
+        return cloudpickle.dumps(thing)
 
 
 class _Fetch(ByValue, Dataset[list[Tree]]):
