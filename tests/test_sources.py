@@ -816,6 +816,28 @@ def test_a_transform_of_streams_may_query_its_worker() -> None:
 
 
 @forking
+@pytest.mark.parametrize("kind", ["sharded", "streamed"])
+def test_a_worker_sends_batches_and_errors_whose_types_cannot_be_imported(kind: str) -> None:
+    class Local(NamedTuple):  # as in a notebook cell
+        x: torch.Tensor
+
+    class Broken(Exception): ...
+
+    def transform(tree: Tree) -> Any:
+        if 4 in tree["x"]:
+            raise Broken("sample 4 is a bad one")
+        return Local(tree["x"])
+
+    data = stream_of(9) if kind == "streamed" else [{"x": number} for number in range(9)]
+    config = SourceConfig(kind=kind, workers=1, worker_timeout=5)  # type: ignore[arg-type]
+    source = make_source(data, 3, SINGLE_PROCESS, seed=None, config=config, transform=transform)
+    assert next(source).samples.x.tolist() == [0, 1, 2]
+    with pytest.raises(SourceError, match="Broken: sample 4 is a bad one"):
+        next(source)
+    source.close()
+
+
+@forking
 def test_a_batch_whose_type_is_defined_in_a_script_has_this_type_on_every_rank(monkeypatch: pytest.MonkeyPatch) -> None:
     scripted = NamedTuple("scripted", [("x", torch.Tensor)])
     scripted.__module__ = "__main__"

@@ -3,15 +3,15 @@
 import pickle
 from collections import deque
 from collections.abc import Callable, Iterator
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import cloudpickle
 import numpy as np
 import torch
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader, Dataset, get_worker_info
 
-from ddp_tutorial.compat import tree_map
+from ddp_tutorial.compat import tree_flatten, tree_map, tree_unflatten
 from ddp_tutorial.config import ConfigError
 from ddp_tutorial.rng import seeded_rng
 from ddp_tutorial.sharding.permutation import GlobalBatchSampler, Indices, global_micro_batch_sizes, shard_micro_batches
@@ -214,6 +214,53 @@ def pickled(thing: object) -> bytes:
         return cloudpickle.dumps(thing)
 
 
+class _Sent:
+    """A batch that a worker sends to its rank. The rank receives the batch itself.
+
+    The `DataLoader` pickles a worker's batch in a thread of the worker. If pickling fails, the rank receives nothing.
+    """
+
+    def __init__(self, batch: Tree) -> None:
+        self.batch = batch
+
+    def __reduce__(self) -> Any:
+        leaves, form = tree_flatten(self.batch)
+        return _received, (pickled(tree_unflatten(list(range(len(leaves))), form)), leaves)
+
+
+def _received(form: bytes, leaves: list[torch.Tensor]) -> Tree:
+    return tree_unflatten(leaves, tree_flatten(pickle.loads(form))[1])
+
+
+def for_rank(batch: Tree) -> Tree:
+    """Return a batch of tensors in a form that a worker can send to its rank.
+
+    The types of the batch may be defined in a notebook cell. Outside of a worker, the batch is returned unchanged.
+    """
+    columns = batch.values() if type(batch) is dict else batch if type(batch) in {list, tuple} else [None]
+    if get_worker_info() is None or all(map(torch.is_tensor, columns)):
+        return batch
+    return _Sent(batch)
+
+
+@contextmanager
+def errors_for_rank() -> Iterator[None]:
+    """Replace an exception that a worker cannot send to its rank, because its type is defined in a notebook cell.
+
+    Raises:
+        RuntimeError: In a worker, with the name and message of the original exception.
+    """
+    try:
+        yield
+    except Exception as error:
+        if get_worker_info() is not None:
+            try:
+                pickle.dumps(type(error))
+            except Exception:  # pickle raises several types
+                raise RuntimeError(f"{type(error).__name__}: {error}") from error
+        raise
+
+
 class _Fetch(ByValue, Dataset[list[Tree]]):
     """The dataset that the `DataLoader` and its workers read. Each item is the list of a step's micro-batches."""
 
@@ -223,7 +270,8 @@ class _Fetch(ByValue, Dataset[list[Tree]]):
         self.is_deterministic = transform is None and isinstance(data, TokenBlocks | ArrowShards | Tensors)
 
     def __getitem__(self, step: list[_Planned]) -> list[Tree]:
-        return [self._batch(*planned) for planned in step]
+        with errors_for_rank():
+            return [for_rank(self._batch(*planned)) for planned in step]
 
     def _batch(self, number: int, cursor: int, indices: Indices) -> Tree:
         if not len(indices):  # read one sample and drop it, to get a batch of 0 rows with the right structure

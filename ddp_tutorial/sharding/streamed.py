@@ -17,7 +17,14 @@ from ddp_tutorial.compat import hidden_worker_info, tree_map
 from ddp_tutorial.config import ConfigError, require_package
 from ddp_tutorial.rng import seed_of, seeded_rng
 from ddp_tutorial.sharding.samples import CollateFn, as_batch, collate_rows, is_random_access, select_rows
-from ddp_tutorial.sharding.sharded import ByValue, Transform, require_streams_for_all, to_device
+from ddp_tutorial.sharding.sharded import (
+    ByValue,
+    Transform,
+    errors_for_rank,
+    for_rank,
+    require_streams_for_all,
+    to_device,
+)
 from ddp_tutorial.sharding.source import LocalBatch, SourceState, Tree
 from ddp_tutorial.sharding.workers import (
     WORKER_TIMEOUT,
@@ -264,6 +271,10 @@ class _Follow(ByValue, IterableDataset[list[_Part]]):
 
     def __iter__(self) -> Iterator[list[_Part]]:
         """Yield this worker's samples for each step, as a list of micro-batches."""
+        with errors_for_rank():
+            yield from self._steps()
+
+    def _steps(self) -> Iterator[list[_Part]]:
         info = get_worker_info()
         number, workers = (info.id, info.num_workers) if info else (0, 1)
         own = range(self.rank, self.streams, self.size)[number::workers]
@@ -297,7 +308,7 @@ class _Follow(ByValue, IterableDataset[list[_Part]]):
         with seeded_rng(self.seed, 2, self.epoch, places[0]):
             samples = collate_rows([row for _, row in found], places, self.collate_fn)
             samples = self.transform(samples) if self.transform else samples
-        return _Part(torch.tensor(places), as_batch(samples, len(places)))
+        return _Part(torch.tensor(places), for_rank(as_batch(samples, len(places))))
 
 
 def _as_shards(dataset: Any, seed: int | None, shuffle_buffer: int) -> "_DatasetsShards | _OneShard":
