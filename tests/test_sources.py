@@ -88,6 +88,16 @@ def test_a_source_is_checked_without_its_ranks() -> None:
         check_source(blocks, 3, three, SourceConfig(kind="streamed"))
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_negative_seed_is_rejected_before_the_first_step(kind: str, workdir: Path) -> None:
+    with pytest.raises(ConfigError, match="'seed' must be None or at least 0, got -1"):
+        make_source(blocks_of(8), 4, World(), seed=-1, config=SourceConfig(kind=kind))  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="'seed' must be None or at least 0, got -1"):
+        Permutation(8, -1)
+    with pytest.raises(ConfigError, match="'seed' must be None or at least 0, got -1"):
+        StreamedSource(stream_of(8), 4, World(), seed=-1)
+
+
 # ------------------------------------------------------------------------ arithmetic and reading, all in one process
 
 

@@ -55,11 +55,18 @@ class Permutation:
         window: The number of samples in a shuffle window, for files with slow random access. The windows are visited in
             random order. All samples of a window are visited, in random order, before the next window begins. The first
             window starts at a random sample, so that the windows of different epochs contain different samples.
+
+    Raises:
+        ConfigError: If `seed` is negative.
     """
 
     samples: int
     seed: int | None
     window: int | None = None
+
+    def __post_init__(self) -> None:
+        """Validate the seed; see the class docstring."""
+        require_seed(self.seed)
 
     def take(self, cursor: int, count: int) -> Indices:
         """Return the indices of `count` samples, starting at `cursor`. The samples may span several epochs."""
@@ -93,6 +100,16 @@ class Permutation:
         begins = np.where(windows < whole, shuffled, windows) * window
         offset = int(_keys(self.seed, epoch, 3)[0] % np.uint64(self.samples))
         return (begins + inner + offset) % self.samples
+
+
+def require_seed(seed: int | None) -> None:
+    """Raise an error if `seed` is negative, because NumPy would reject it at the first step.
+
+    Raises:
+        ConfigError: If `seed` is negative.
+    """
+    if seed is not None and seed < 0:
+        raise ConfigError(f"'seed' must be None or at least 0, got {seed}")
 
 
 @lru_cache(maxsize=16)

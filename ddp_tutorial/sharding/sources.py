@@ -28,7 +28,7 @@ from ddp_tutorial.environment import cores
 from ddp_tutorial.sharding.config import SourceConfig
 from ddp_tutorial.sharding.corpus import CACHE
 from ddp_tutorial.sharding.dispatched import DispatchedSource
-from ddp_tutorial.sharding.permutation import GlobalBatchSampler, Permutation
+from ddp_tutorial.sharding.permutation import GlobalBatchSampler, Permutation, require_seed
 from ddp_tutorial.sharding.samples import (
     SHARDS,
     ArrowShards,
@@ -77,8 +77,10 @@ def make_source(
 
     Raises:
         ConfigError: On all ranks, if the data do not support the kind, are empty, or differ between ranks (see
-            `require_same_samples`). Also raised on all ranks if there are fewer samples than ranks.
+            `require_same_samples`). Also raised on all ranks if `seed` is negative, or if there are fewer samples than
+            ranks.
     """
+    require_seed(seed)
     _require_kind(config, data)
     ahead: dict[str, Any] = {"transform": transform}
     ahead |= {name: getattr(config, name) for name in ("workers", "worker_timeout", "prefetch")}

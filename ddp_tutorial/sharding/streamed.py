@@ -16,6 +16,7 @@ from ddp_tutorial.collectives import all_gather
 from ddp_tutorial.compat import hidden_worker_info, tree_map
 from ddp_tutorial.config import ConfigError, require_package
 from ddp_tutorial.rng import seed_of, seeded_rng
+from ddp_tutorial.sharding.permutation import require_seed
 from ddp_tutorial.sharding.samples import CollateFn, as_batch, collate_rows, is_random_access, select_rows
 from ddp_tutorial.sharding.sharded import (
     ByValue,
@@ -100,9 +101,11 @@ class StreamedSource:
             worker_timeout: The timeout for a batch, in seconds.
 
         Raises:
-            ConfigError: If there are fewer streams than ranks, or if `batch_size` is less than the number of streams.
+            ConfigError: If `seed` is negative, if there are fewer streams than ranks, or if `batch_size` is less than the
+                number of streams.
         """
         require_group(world)
+        require_seed(seed)
         self.shards = _as_shards(dataset, seed, shuffle_buffer)
         self.streams = streams or max(world.size, self.shards.count)
         require_streams_for_all(self.streams, batch_size, world)
