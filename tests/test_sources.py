@@ -27,7 +27,7 @@ from torch.utils.data import IterableDataset, get_worker_info
 from ddp_tutorial.compat import tree_flatten
 from ddp_tutorial.config import ConfigError
 from ddp_tutorial.processes.launcher import RankError, launch
-from ddp_tutorial.sharding import sources
+from ddp_tutorial.sharding import sharded, sources
 from ddp_tutorial.sharding.config import Remainder, SourceConfig
 from ddp_tutorial.sharding.dispatched import DispatchedSource, pack, unpack
 from ddp_tutorial.sharding.permutation import GlobalBatchSampler, Permutation
@@ -36,7 +36,7 @@ from ddp_tutorial.sharding.sharded import ShardedSource, to_device
 from ddp_tutorial.sharding.source import Source, SourceState, Tree
 from ddp_tutorial.sharding.sources import SINGLE_PROCESS, check_source, make_source
 from ddp_tutorial.sharding.streamed import StreamedSource
-from ddp_tutorial.sharding.workers import SourceError, too_many_workers
+from ddp_tutorial.sharding.workers import SourceError, WorkerBatches, too_many_workers
 from ddp_tutorial.world import World
 from ranks import is_gone, wait_until
 
@@ -844,6 +844,24 @@ def test_a_worker_sends_batches_and_errors_whose_types_cannot_be_imported(kind: 
     assert next(source).samples.x.tolist() == [0, 1, 2]
     with pytest.raises(SourceError, match="Broken: sample 4 is a bad one"):
         next(source)
+    source.close()
+
+
+@forking
+def test_an_interrupt_while_the_workers_start_skips_no_samples(monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(loader: Any) -> Any:
+        monkeypatch.setattr(sharded, "WorkerBatches", WorkerBatches)
+        WorkerBatches(loader).close()
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(sharded, "WorkerBatches", interrupted)
+    sharding = GlobalBatchSampler(Permutation(SAMPLES, None), BATCH)
+    source = ShardedSource(blocks_of(SAMPLES), sharding, SINGLE_PROCESS, workers=1)
+    with pytest.raises(KeyboardInterrupt):
+        next(source)
+    for step in range(4):
+        assert numbers(next(source).samples)[0] == step * BATCH
+        assert source.state_dict() == {"cursor": (step + 1) * BATCH}
     source.close()
 
 

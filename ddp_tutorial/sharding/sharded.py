@@ -122,6 +122,7 @@ class ShardedSource:
             self.close()  # the prefetched batches have a different number of micro-batches
             self._parts = micro_batches
         if self._batches is None:
+            self._planned.clear()  # left by an interrupt while the workers started
             self._batches = self._read()
             self._taken = 0
         try:
