@@ -520,6 +520,23 @@ def test_a_dispatched_source_on_one_rank_reads_directly() -> None:
     assert not [thread for thread in threading.enumerate() if thread.name == "dispatch"]
 
 
+def test_a_dispatched_source_closes_the_source_of_rank_0() -> None:
+    class Inner(ShardedSource):
+        closed = 0
+
+        def load_state_dict(self, state: SourceState) -> None:
+            self.cursor = state["cursor"]
+
+        def close(self) -> None:
+            self.closed += 1
+
+    inner = Inner(blocks_of(20), GlobalBatchSampler(Permutation(20, 0), 3), SINGLE_PROCESS)
+    source = DispatchedSource(lambda: inner, SINGLE_PROCESS)
+    next(source)
+    source.close()
+    assert inner.closed == 1
+
+
 @pytest.mark.parametrize(
     ("transform", "told"),
     [

@@ -199,6 +199,7 @@ class DispatchedSource:
         while not self._ahead.empty():
             self._ahead.get()
         if self._inner:
+            self._inner.close()
             self._inner.load_state_dict(self._state)  # prefetched steps are read again
 
 
