@@ -1,10 +1,12 @@
 """Any dataset and any `collate_fn` work with a source without changes. Unsuitable data are reported."""
 
+import pickle
 import random
 import time
 from collections import Counter, UserDict
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
+from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -233,6 +235,17 @@ def test_arrow_files_can_be_read_in_all_four_ways(tmp_path: Any) -> None:
         assert sorted(next(source).samples["id"].tolist()) == list(range(SAMPLES))
         assert source.batch_size == SAMPLES
         source.close()
+
+
+def test_a_worker_receives_the_paths_of_arrow_files_instead_of_their_rows(tmp_path: Path) -> None:
+    table = pa.table({"id": range(100_000)})
+    with pa.OSFile(str(tmp_path / "file.arrow"), "wb") as file, pa.ipc.new_file(file, table.schema) as writer:
+        writer.write_table(table)
+    source = streamed.StreamedSource(ArrowShards([tmp_path / "file.arrow"]), 8, World(), seed=0, shuffle_buffer=10)
+    sent = pickle.dumps(source.shards)
+    assert len(sent) < 10_000
+    first, second = (list(islice(shards.rows(0, 1, 1), 20)) for shards in (source.shards, pickle.loads(sent)))
+    assert first == second
 
 
 def test_a_stream_reads_the_requested_columns_of_both_arrow_formats(tmp_path: Path) -> None:

@@ -140,13 +140,12 @@ def _streamed(
     collate_fn: CollateFn | None,
     ahead: dict[str, Any],
 ) -> Source:
-    from ddp_tutorial.sharding.streamed import StreamedSource, iterable_dataset
+    from ddp_tutorial.sharding.streamed import StreamedSource
 
     options = {"streams": config.streams, "seed": seed, "shuffle_buffer": config.shuffle_buffer, **ahead}
     if collate_fn is not None:
         options["collate_fn"] = collate_fn
-    dataset = iterable_dataset(data.paths, data.columns) if isinstance(data, ArrowShards) else data
-    return StreamedSource(dataset, batch_size, world, **options)
+    return StreamedSource(data, batch_size, world, **options)
 
 
 def _is_stream(data: Any) -> bool:

@@ -17,7 +17,7 @@ from ddp_tutorial.compat import hidden_worker_info, tree_map
 from ddp_tutorial.config import ConfigError, require_package
 from ddp_tutorial.rng import seed_of, seeded_rng
 from ddp_tutorial.sharding.permutation import require_seed
-from ddp_tutorial.sharding.samples import CollateFn, as_batch, collate_rows, is_random_access, select_rows
+from ddp_tutorial.sharding.samples import ArrowShards, CollateFn, as_batch, collate_rows, is_random_access, select_rows
 from ddp_tutorial.sharding.sharded import (
     ByValue,
     Transform,
@@ -44,8 +44,8 @@ LOG = logging.getLogger(__name__)
 class StreamedSource:
     """A source for data that can only be read from the beginning.
 
-    The dataset can be a `datasets.IterableDataset`, a torch `IterableDataset`, or any iterable that starts over on each
-    call to `iter`.
+    The dataset can be a `datasets.IterableDataset`, a torch `IterableDataset`, `ArrowShards`, or any iterable that starts
+    over on each call to `iter`.
 
     The data are split into `streams` logical streams. A `datasets.IterableDataset` with enough shards is split by
     shard. Other data are split by row: every stream reads all rows and keeps only its own rows. Therefore, the iterable
@@ -71,7 +71,7 @@ class StreamedSource:
 
     def __init__(
         self,
-        dataset: Iterable[Any],
+        dataset: Iterable[Any] | ArrowShards,
         batch_size: int,
         world: World,
         *,
@@ -87,7 +87,7 @@ class StreamedSource:
         """Split the data into streams.
 
         Args:
-            dataset: The iterable dataset.
+            dataset: The iterable dataset, or `ArrowShards`.
             batch_size: The number of samples in a step, over all ranks.
             world: The ranks of the run.
             streams: The number of logical streams, which determines the sample order. The default is the number of
@@ -318,7 +318,9 @@ def _as_shards(dataset: Any, seed: int | None, shuffle_buffer: int) -> "_Dataset
     # Already imported if the dataset uses it; the import takes a second. A user's own module may be named `datasets`.
     datasets = sys.modules.get("datasets.iterable_dataset")
     if datasets is not None and isinstance(dataset, datasets.IterableDataset):
-        return _DatasetsShards(dataset if seed is None else dataset.shuffle(seed=seed, buffer_size=shuffle_buffer))
+        return _DatasetsShards(dataset, seed, shuffle_buffer)
+    if isinstance(dataset, ArrowShards):
+        return _ArrowShards(dataset, seed, shuffle_buffer)
     if isinstance(dataset, Iterator):
         raise ConfigError(
             f"a {type(dataset).__name__} can be iterated over only once, but a source iterates over the dataset in "
@@ -333,8 +335,9 @@ def _as_shards(dataset: Any, seed: int | None, shuffle_buffer: int) -> "_Dataset
 class _DatasetsShards:
     """A `datasets.IterableDataset`, which provides its own shards and shuffling."""
 
-    def __init__(self, dataset: Any) -> None:
-        self.dataset, self.count = dataset, dataset.num_shards
+    def __init__(self, dataset: Any, seed: int | None, shuffle_buffer: int) -> None:
+        self.dataset = dataset if seed is None else dataset.shuffle(seed=seed, buffer_size=shuffle_buffer)
+        self.count = dataset.num_shards
 
     def rows(self, stream: int, streams: int, epoch: int) -> Iterator[Any]:
         """Iterate over the rows of the stream with index `stream`, in the order of `epoch`.
@@ -346,6 +349,17 @@ class _DatasetsShards:
         rows = split_dataset_by_node(self.dataset, stream, streams)
         rows.set_epoch(epoch)  # after the split, which resets the epoch
         return iter(rows)
+
+
+class _ArrowShards(_DatasetsShards):
+    """Arrow files, which a worker opens again. `datasets` would pickle all rows of a file with random access."""
+
+    def __init__(self, files: ArrowShards, seed: int | None, shuffle_buffer: int) -> None:
+        super().__init__(iterable_dataset(files.paths, files.columns), seed, shuffle_buffer)
+        self.arguments = files, seed, shuffle_buffer
+
+    def __reduce__(self) -> Any:
+        return type(self), self.arguments
 
 
 class _OneShard:
