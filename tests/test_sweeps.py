@@ -197,6 +197,12 @@ def test_a_folder_name_is_a_valid_run_name(parameters: dict[str, object], repeat
     assert f"repeat-{repeat}.01234567" in name
 
 
+def test_a_folder_name_fits_into_255_bytes() -> None:
+    name = folder_of({"prompt": "\u6f22" * 100}, 1, "0123456789abcdef")
+    assert name.startswith("prompt-\u6f22\u6f22")
+    assert len(name.encode()) <= 255
+
+
 def test_code_is_the_packages_source_and_configs_and_the_code_cells(notebook: Path) -> None:
     source = nbformat.read(notebook, as_version=4)
     package = Path("package")

@@ -213,7 +213,7 @@ def key_of(parameters: Mapping[str, Any], resolved: Mapping[str, Any], repeat: i
 def folder_of(parameters: Mapping[str, Any], repeat: int, key: str) -> str:
     """Return a point's folder name, which is a shortened form of the point's parameters, repeat number and key."""
     words = [f"{name}-{value if isinstance(value, str) else json.dumps(value)}" for name, value in parameters.items()]
-    name = _clean("_".join(words))[:80].rstrip("._-") or "defaults"
+    name = _clean("_".join(words)).encode()[:80].decode(errors="ignore").rstrip("._-") or "defaults"
     return f"{name}.repeat-{repeat}.{key[:8]}"
 
 
