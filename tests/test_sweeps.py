@@ -22,7 +22,7 @@ from commands import call
 from ddp_tutorial.commands.sweep import sweep
 from ddp_tutorial.config import CONFIGS, ConfigError
 from ddp_tutorial.experiments import parameter_check, sweeps, tables
-from ddp_tutorial.experiments.execute import _MARK, _Follower, end_processes_of
+from ddp_tutorial.experiments.execute import _MARK, _Follower, end_processes_of, write_page
 from ddp_tutorial.experiments.notebooks import NOTEBOOKS
 from ddp_tutorial.experiments.sweeps import (
     Point,
@@ -35,7 +35,7 @@ from ddp_tutorial.experiments.sweeps import (
     read_grid,
     read_points,
 )
-from ddp_tutorial.files import locked
+from ddp_tutorial.files import locked, observe_disk
 
 # A notebook to sweep: it does what it is told, in a moment, and keeps a list of who has been there.
 PARAMETERS = """
@@ -201,6 +201,19 @@ def test_a_folder_name_fits_into_255_bytes() -> None:
     name = folder_of({"prompt": "\u6f22" * 100}, 1, "0123456789abcdef")
     assert name.startswith("prompt-\u6f22\u6f22")
     assert len(name.encode()) <= 255
+
+
+def test_a_page_that_cannot_be_written_leaves_the_old_one(notebook: Path) -> None:
+    page = Path("page.html")
+    page.write_text("the old page")
+
+    def fail(operation: str, path: Path) -> None:
+        if operation == "rename":
+            raise OSError("the disk is full")
+
+    with observe_disk(fail), pytest.raises(OSError, match="the disk is full"):
+        write_page(notebook, page)
+    assert page.read_text() == "the old page"
 
 
 def test_code_is_the_packages_source_and_configs_and_the_code_cells(notebook: Path) -> None:

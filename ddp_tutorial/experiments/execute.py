@@ -272,4 +272,4 @@ def write_page(notebook: Path, page: Path) -> None:
     from nbconvert import HTMLExporter
 
     html, _ = HTMLExporter().from_filename(str(notebook))
-    page.write_text(html, encoding="utf-8")
+    write_atomically(page, html.encode())  # a sweep skips its comparison if the page exists
