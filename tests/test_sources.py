@@ -98,6 +98,14 @@ def test_a_negative_seed_is_rejected_before_the_first_step(kind: str, workdir: P
         StreamedSource(stream_of(8), 4, World(), seed=-1)
 
 
+def test_a_source_prefetches_at_least_one_batch() -> None:
+    sharding = GlobalBatchSampler(Permutation(8, 0), 4)
+    with pytest.raises(ConfigError, match="'prefetch' must be at least 1, got 0"):
+        ShardedSource(blocks_of(8), sharding, SINGLE_PROCESS, workers=1, prefetch=0)
+    with pytest.raises(ConfigError, match="'prefetch' must be at least 1, got 0"):
+        DispatchedSource(lambda: ShardedSource(blocks_of(8), sharding, SINGLE_PROCESS), SINGLE_PROCESS, prefetch=0)
+
+
 # ------------------------------------------------------------------------ arithmetic and reading, all in one process
 
 

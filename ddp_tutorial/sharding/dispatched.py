@@ -18,7 +18,7 @@ from ddp_tutorial.sharding.permutation import global_micro_batch_sizes, shard_mi
 from ddp_tutorial.sharding.samples import as_batch, select_rows
 from ddp_tutorial.sharding.sharded import pickled, to_device
 from ddp_tutorial.sharding.source import LocalBatch, Source, SourceState, Tree
-from ddp_tutorial.sharding.workers import SourceError
+from ddp_tutorial.sharding.workers import SourceError, require_prefetch
 from ddp_tutorial.world import World, require_group
 
 
@@ -48,8 +48,12 @@ class DispatchedSource:
             make: A function that creates the inner source for a world of one rank. Only rank 0 calls this function.
             world: The ranks of the run.
             prefetch: The number of steps to prefetch.
+
+        Raises:
+            ConfigError: If `prefetch` is less than 1.
         """
         require_group(world)
+        require_prefetch(prefetch)
         self.world = world
         with rank_zero_first(world):
             self._inner = make() if world.is_main else None

@@ -46,14 +46,25 @@ def worker_options(workers: int, prefetch: int, worker_timeout: float) -> dict[s
     """Return the `DataLoader` arguments for the workers.
 
     Raises:
-        ConfigError: If `workers` is negative.
+        ConfigError: If `workers` is negative, or if `prefetch` is less than 1.
     """
     if workers < 0:
         raise ConfigError(f"'workers' must be at least 0, got {workers}")
+    require_prefetch(prefetch)
     if not workers:
         return {}
     look = min(POLL_SECONDS, worker_timeout)
     return {"num_workers": workers, "prefetch_factor": prefetch, "timeout": look}
+
+
+def require_prefetch(prefetch: int) -> None:
+    """Raise an error if `prefetch` is less than 1. No batch would arrive, or the number of batches would be unlimited.
+
+    Raises:
+        ConfigError: If `prefetch` is less than 1.
+    """
+    if prefetch < 1:
+        raise ConfigError(f"'prefetch' must be at least 1, got {prefetch}")
 
 
 def too_many_workers(workers: int, ranks: int, cores: int) -> str | None:
