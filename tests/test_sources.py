@@ -891,7 +891,7 @@ def test_an_interrupt_while_the_workers_start_skips_no_samples(monkeypatch: pyte
 
 
 @forking
-def test_a_batch_whose_type_is_defined_in_a_script_has_this_type_on_every_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_batch_type_of_a_script_is_the_same_type_on_every_rank(monkeypatch: pytest.MonkeyPatch) -> None:
     scripted = NamedTuple("scripted", [("x", torch.Tensor)])
     scripted.__module__ = "__main__"
     monkeypatch.setattr(sys.modules["__main__"], "scripted", scripted, raising=False)
