@@ -27,11 +27,19 @@ from torch.utils.data import IterableDataset, get_worker_info
 from ddp_tutorial.compat import tree_flatten
 from ddp_tutorial.config import ConfigError
 from ddp_tutorial.processes.launcher import RankError, launch
-from ddp_tutorial.sharding import sharded, sources
+from ddp_tutorial.sharding import dispatched, sharded, sources
 from ddp_tutorial.sharding.config import Remainder, SourceConfig
 from ddp_tutorial.sharding.dispatched import DispatchedSource, pack, unpack
 from ddp_tutorial.sharding.permutation import GlobalBatchSampler, Permutation
-from ddp_tutorial.sharding.samples import ArrowShards, Data, Rows, TokenBlocks, as_shards, write_arrow
+from ddp_tutorial.sharding.samples import (
+    ArrowShards,
+    Data,
+    Rows,
+    TokenBlocks,
+    as_shards,
+    select_rows,
+    write_arrow,
+)
 from ddp_tutorial.sharding.sharded import ShardedSource, to_device
 from ddp_tutorial.sharding.source import Source, SourceState, Tree
 from ddp_tutorial.sharding.sources import SINGLE_PROCESS, check_source, make_source
@@ -316,6 +324,23 @@ def test_an_interrupted_step_is_read_again(kind: str) -> None:
     source = make_source(data, 3, SINGLE_PROCESS, seed=None, config=config, transform=transform)
     assert take(source, 1) == [[0, 1, 2]]
     with pytest.raises(KeyboardInterrupt):
+        next(source)
+    assert take(source, 2) == [[3, 4, 5], [6, 7, 8]]
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, ValueError])
+def test_a_dispatched_step_that_fails_after_reading_is_read_again(
+    error: type[BaseException], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*arguments: Any) -> Tree:
+        monkeypatch.setattr(dispatched, "select_rows", select_rows)
+        raise error
+
+    data = [{"x": number} for number in range(9)]
+    source = make_source(data, 3, SINGLE_PROCESS, seed=None, config=SourceConfig(kind="dispatched"))
+    assert take(source, 1) == [[0, 1, 2]]
+    monkeypatch.setattr(dispatched, "select_rows", fail)
+    with pytest.raises(KeyboardInterrupt if error is KeyboardInterrupt else SourceError):
         next(source)
     assert take(source, 2) == [[3, 4, 5], [6, 7, 8]]
 

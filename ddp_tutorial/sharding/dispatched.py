@@ -118,6 +118,7 @@ class DispatchedSource:
     def _step(self) -> tuple[list[LocalBatch], SourceState]:
         """Read a batch, send each other rank its shard, and return rank 0's shard. On failure, send the error."""
         assert self._inner is not None
+        before = self._inner.state_dict()
         try:
             share, state = next(self._inner), self._inner.state_dict()
             samples = as_batch(share.samples, share.count)
@@ -133,9 +134,13 @@ class DispatchedSource:
                 self._send((batches_of(rank), state), rank)
             return [LocalBatch(*each) for each in batches_of(0)], state
         except Exception as error:
+            self._inner.load_state_dict(before)  # so that the caller can retry the step
             message = f"rank 0 failed to read: {error}"
             self._end_others(message)
             raise SourceError(message) from error
+        except BaseException:  # an interrupt; the next step reads the same samples again
+            self._inner.load_state_dict(before)
+            raise
 
     def _end_others(self, error: str | None = None) -> None:
         """Notify the other ranks that rank 0 has stopped sending, and pass on the `error` message, if any."""
