@@ -206,8 +206,8 @@ class ByValue:
 def pickled(thing: object) -> bytes:
     """Pickle an object for a different process, by reference if possible and otherwise by value.
 
-    A type that is defined in a notebook cell cannot be pickled by reference on a rank. A type that is defined in a script
-    must be pickled by reference. Otherwise, the receiver would create a second type of the same name.
+    A rank cannot pickle a type from a notebook cell by reference. A type from a script must be pickled by reference,
+    because the receiver would otherwise create a second type with the same name.
     """
     try:
         return pickle.dumps(thing)

@@ -44,8 +44,8 @@ LOG = logging.getLogger(__name__)
 class StreamedSource:
     """A source for data that can only be read from the beginning.
 
-    The dataset can be a `datasets.IterableDataset`, a torch `IterableDataset`, `ArrowShards`, or any iterable that starts
-    over on each call to `iter`.
+    The dataset can be a `datasets.IterableDataset`, a torch `IterableDataset`, `ArrowShards`, or any iterable that
+    starts over on each call to `iter`.
 
     The data are split into `streams` logical streams. A `datasets.IterableDataset` with enough shards is split by
     shard. Other data are split by row: every stream reads all rows and keeps only its own rows. Therefore, the iterable
@@ -101,8 +101,8 @@ class StreamedSource:
             worker_timeout: The timeout for a batch, in seconds.
 
         Raises:
-            ConfigError: If `seed` is negative, if there are fewer streams than ranks, or if `batch_size` is less than the
-                number of streams.
+            ConfigError: If `seed` is negative, if there are fewer streams than ranks, or if `batch_size` is less than
+                the number of streams.
         """
         require_group(world)
         require_seed(seed)
