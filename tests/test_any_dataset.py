@@ -241,7 +241,8 @@ def test_a_worker_receives_the_paths_of_arrow_files_instead_of_their_rows(tmp_pa
     table = pa.table({"id": range(100_000)})
     with pa.OSFile(str(tmp_path / "file.arrow"), "wb") as file, pa.ipc.new_file(file, table.schema) as writer:
         writer.write_table(table)
-    source = streamed.StreamedSource(ArrowShards([tmp_path / "file.arrow"]), 8, World(), seed=0, shuffle_buffer=10)
+    config = SourceConfig(kind="streamed", shuffle_buffer=10)
+    source: Any = make_source(ArrowShards([tmp_path / "file.arrow"]), 8, World(), config=config)
     sent = pickle.dumps(source.shards)
     assert len(sent) < 10_000
     first, second = (list(islice(shards.rows(0, 1, 1), 20)) for shards in (source.shards, pickle.loads(sent)))

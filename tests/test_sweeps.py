@@ -198,8 +198,8 @@ def test_a_folder_name_is_a_valid_run_name(parameters: dict[str, object], repeat
 
 
 def test_a_folder_name_fits_into_255_bytes() -> None:
-    name = folder_of({"prompt": "\u6f22" * 100}, 1, "0123456789abcdef")
-    assert name.startswith("prompt-\u6f22\u6f22")
+    name = folder_of({"prompt": "\U00020000" * 100}, 1, "0123456789abcdef")
+    assert name.startswith("prompt-\U00020000\U00020000")
     assert len(name.encode()) <= 255
 
 
