@@ -881,18 +881,18 @@ def test_a_worker_sends_batches_and_errors_whose_types_cannot_be_imported(kind: 
     class Local(NamedTuple):  # as in a notebook cell
         x: torch.Tensor
 
-    class Broken(Exception): ...
+    class BadSampleError(Exception): ...
 
     def transform(tree: Tree) -> Any:
         if 4 in tree["x"]:
-            raise Broken("sample 4 is a bad one")
+            raise BadSampleError("sample 4 is a bad one")
         return Local(tree["x"])
 
     data = stream_of(9) if kind == "streamed" else [{"x": number} for number in range(9)]
     config = SourceConfig(kind=kind, workers=1, worker_timeout=5)  # type: ignore[arg-type]
     source = make_source(data, 3, SINGLE_PROCESS, seed=None, config=config, transform=transform)
     assert next(source).samples.x.tolist() == [0, 1, 2]
-    with pytest.raises(SourceError, match="Broken: sample 4 is a bad one"):
+    with pytest.raises(SourceError, match="BadSampleError: sample 4 is a bad one"):
         next(source)
     source.close()
 
@@ -917,19 +917,21 @@ def test_an_interrupt_while_the_workers_start_skips_no_samples(monkeypatch: pyte
 
 @forking
 def test_a_batch_type_of_a_script_is_the_same_type_on_every_rank(monkeypatch: pytest.MonkeyPatch) -> None:
-    scripted = NamedTuple("scripted", [("x", torch.Tensor)])
-    scripted.__module__ = "__main__"
-    monkeypatch.setattr(sys.modules["__main__"], "scripted", scripted, raising=False)
+    class Scripted(NamedTuple):
+        x: torch.Tensor
+
+    Scripted.__module__, Scripted.__qualname__ = "__main__", "Scripted"
+    monkeypatch.setattr(sys.modules["__main__"], "Scripted", Scripted, raising=False)
     here, there = multiprocessing.Pipe()
 
     def send() -> None:
-        there.send_bytes(pack(scripted(torch.ones(2))).numpy().tobytes())
+        there.send_bytes(pack(Scripted(torch.ones(2))).numpy().tobytes())
 
     rank = multiprocessing.get_context("fork").Process(target=send)
     rank.start()
     received = unpack(torch.frombuffer(bytearray(here.recv_bytes()), dtype=torch.uint8))
     rank.join()
-    assert type(received) is scripted
+    assert type(received) is Scripted
     assert received.x.tolist() == [1, 1]
 
 
