@@ -22,6 +22,7 @@ from commands import call
 from ddp_tutorial.checkpoint.consistency import named_leaves
 from ddp_tutorial.checkpoint.manifest import checkpoint_name, list_checkpoints, read_manifest
 from ddp_tutorial.collectives import all_reduce_sum, digest
+from ddp_tutorial.commands.training import _summary_line
 from ddp_tutorial.config import ConfigError
 from ddp_tutorial.files import locked, observe_disk
 from ddp_tutorial.phases import PhaseEvent, observe
@@ -598,6 +599,28 @@ def test_a_folder_that_is_not_a_run_exits_with_code_2() -> None:
     code, text = told("stop", "empty")
     assert code == 2
     assert text.startswith("error: there is no run named 'empty'")
+
+
+def test_a_run_that_is_not_running_cannot_be_stopped() -> None:
+    run = RunFolder(Path("runs/mine"))
+    run.create()
+    run.config.write_text('{"steps": 3}')
+    assert told("stop", "mine") == (
+        2,
+        "error: runs/mine is not running, so it cannot be stopped; its state is killed\n",
+    )
+    assert not run.stop_request.exists(), "a later attempt would stop after its first step"
+    with locked(run.path):
+        assert told("stop", "mine") == (0, "runs/mine will stop after its current step\n")
+    assert run.stop_request.read_text() == "stop"
+
+
+@pytest.mark.parametrize(("folder", "how"), [("mine", "auto"), ("mine-2", "runs/mine-2")])
+def test_a_stopped_run_names_the_folder_from_which_it_resumes(folder: str, how: str) -> None:
+    """If the name exists already, the folder's name contains a number, so `resume=auto` would find a different run."""
+    Path("runs", folder, "checkpoints", checkpoint_name(2)).mkdir(parents=True)
+    summary = {"status": "stopped", "step": 2, "parameters": {"name": "mine", "steps": 4}, "metrics": {}}
+    assert _summary_line(Path("runs", folder), summary).endswith(f"\nto resume, rerun the command with resume={how}")
 
 
 def test_listing_does_not_import_torch() -> None:

@@ -238,12 +238,13 @@ def _summary_line(run: Path, summary: dict[str, Any]) -> str:
     """Return the result of a run as one line."""
     from ddp_tutorial.ddp.config import LinkConfig
     from ddp_tutorial.ddp.link_model import LinkModel
+    from ddp_tutorial.files import RUNS
     from ddp_tutorial.runs.folder import PER_SECOND, format_loss
 
     parameters, metrics = summary["parameters"], summary["metrics"]
     if summary["status"] == "stopped":
         stopped = f"stopped after step {summary['step']} of {parameters['steps']}: {run}"
-        how = "auto" if parameters["name"] else run
+        how = "auto" if run == RUNS / parameters["name"] else run  # a number may have been appended to the name
         is_saved = any((run / "checkpoints").glob("step_*"))
         return f"{stopped}\nto resume, rerun the command with resume={how}" if is_saved else stopped
     unit, rate = next((name.removesuffix(PER_SECOND), metrics[name]) for name in metrics if name.endswith(PER_SECOND))
@@ -263,8 +264,10 @@ def _summary_line(run: Path, summary: dict[str, Any]) -> str:
 def stop(run: str, save: bool) -> None:
     """Stop a run after its current step. RUN is the run's directory, or its name under runs/."""
     from ddp_tutorial.runs.folder import request_stop
-    from ddp_tutorial.runs.summaries import find_run
+    from ddp_tutorial.runs.summaries import find_run, state_of
 
     folder = find_run(run)
+    if (state := state_of(folder)) != "running":  # the request would stop a later attempt after its first step
+        raise configs.ConfigError(f"{folder} is not running, so it cannot be stopped; its state is {state}")
     request_stop(folder, "save" if save else "stop")
     click.echo(f"{folder} will {'save and ' if save else ''}stop after its current step")
