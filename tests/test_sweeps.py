@@ -26,6 +26,7 @@ from ddp_tutorial.experiments.execute import _MARK, _Follower, end_processes_of,
 from ddp_tutorial.experiments.notebooks import NOTEBOOKS
 from ddp_tutorial.experiments.sweeps import (
     Point,
+    SweepInterruptedError,
     code_version,
     expand_grid,
     folder_of,
@@ -580,6 +581,23 @@ def test_leftover_processes_of_a_killed_sweep_are_killed(workdir: Path) -> None:
         for process in (mine, point, other):
             process.kill()
             process.wait()
+
+
+def test_a_sweep_under_nohup_ignores_a_closed_terminal(notebook: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def run_sweep(*_: object, **__: object) -> None:
+        handlers.extend(map(signal.getsignal, before))
+        raise SweepInterruptedError(0, 1)
+
+    handlers: list[object] = []
+    monkeypatch.setattr(sweeps, "run_sweep", run_sweep)
+    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGHUP)}
+    try:
+        signal.signal(signal.SIGHUP, signal.SIG_IGN)
+        assert CliRunner().invoke(sweep, [str(notebook)]).exit_code == 130
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+    assert handlers == [signal.default_int_handler, signal.SIG_IGN]
 
 
 def test_an_interrupted_sweep_resumes_without_losing_points(notebook: Path) -> None:

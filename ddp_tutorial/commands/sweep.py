@@ -70,7 +70,8 @@ def sweep(
         click.echo(json.dumps({"commands": plan.commands}) if as_json else "\n".join(plan.commands))
         return
     for number in (signal.SIGTERM, signal.SIGHUP):  # handle the end of a job or a closed terminal like Ctrl-C
-        signal.signal(number, signal.default_int_handler)
+        if signal.getsignal(number) != signal.SIG_IGN:  # `nohup` ignores SIGHUP
+            signal.signal(number, signal.default_int_handler)
     try:
         outcome = run_sweep(plan, timeout, report=_print_line)
     except SweepInterruptedError as interrupt:
