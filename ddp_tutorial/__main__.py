@@ -9,6 +9,7 @@ The exit codes are:
     130   interrupted
 """
 
+import errno
 import os
 import sys
 from pathlib import Path
@@ -19,6 +20,10 @@ from ddp_tutorial.commands import checkpoint, cluster, logs, machine, model, pla
 from ddp_tutorial.config import ConfigError, FailedError
 from ddp_tutorial.processes.errors import RankError
 from ddp_tutorial.processes.signals import StoppedError, exit_code
+
+# Errors of the operating system that are not bugs: no permission, a full or broken disk, or an unsuitable path.
+_NOT_BUGS = {errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOSPC, errno.EDQUOT, errno.EIO}
+_NOT_BUGS |= {errno.ENOTDIR, errno.EISDIR, errno.ENAMETOOLONG}
 
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"]})
@@ -58,7 +63,7 @@ for command in (
 
 
 def main() -> None:
-    """Run a command, and print any error as a single message without a traceback."""
+    """Run a command, and print an error that is not a bug as a single message without a traceback."""
     if not sys.flags.safe_path and str(Path.cwd()) not in sys.path:  # as `python -m` does, for classes in a config
         sys.path.insert(0, str(Path.cwd()))
     # Set this variable before this process or a child process imports torch; see `rank_environment`.
@@ -80,7 +85,11 @@ def main() -> None:
     except StoppedError as error:
         click.echo(str(error), err=True)
         sys.exit(exit_code())
-    except (FailedError, OSError) as error:
+    except FailedError as error:
+        sys.exit(_report(str(error), 1))
+    except OSError as error:
+        if error.errno not in _NOT_BUGS:
+            raise
         sys.exit(_report(str(error), 1))
 
 

@@ -316,6 +316,16 @@ def test_the_error_type_determines_the_exit_code_and_the_output(
     assert capsys.readouterr() == ("", f"{told}\n")
 
 
+@pytest.mark.parametrize("error", [FileNotFoundError(2, "No such file or directory", "x"), TimeoutError()], ids=repr)
+def test_an_internal_error_keeps_its_traceback(error: OSError, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(**_: object) -> None:
+        raise error
+
+    monkeypatch.setattr(command_line, "cli", fail)
+    with pytest.raises(type(error)):
+        command_line.main()
+
+
 def test_the_stories_command_writes_files_to_train_on() -> None:
     done = run("stories", "300", "stories", "--files", "2")
     assert (done.returncode, done.stdout) == (
