@@ -1,9 +1,11 @@
 """Memory and time of each rank, rank logs, and stopping for lack of improvement."""
 
+import errno
 import gzip
 import json
 import logging
 import math
+import os
 import re
 import struct
 import time
@@ -21,7 +23,7 @@ from ddp_tutorial.phases import PhaseEvent, observe
 from ddp_tutorial.processes.launcher import RankError, launch
 from ddp_tutorial.runs import usage
 from ddp_tutorial.runs.folder import RunFolder, load_run
-from ddp_tutorial.runs.rank_logs import LOG
+from ddp_tutorial.runs.rank_logs import LOG, record_failure
 from ddp_tutorial.runs.summaries import straggler
 from ddp_tutorial.runs.usage import imbalance
 from ddp_tutorial.training.config import EarlyStoppingConfig, ModelConfig, ProfileConfig, TaskConfig, TrainConfig
@@ -299,6 +301,21 @@ def test_the_first_failure_is_recorded_and_each_rank_logs_its_traceback() -> Non
     assert "ERROR   failed after step 2" in log
     assert "ValueError: the third update, on rank 1" in log
     assert not Path("runs/bad/result.json").exists()
+
+
+def test_a_failure_is_recorded_on_a_file_system_without_hard_links(
+    workdir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def reject(*_: object) -> None:
+        raise PermissionError(errno.EPERM, os.strerror(errno.EPERM))
+
+    monkeypatch.setattr(os, "link", reject)
+    run = RunFolder(workdir)
+    for step in (3, 4):
+        with pytest.raises(ValueError, match="wrong"), record_failure(World(), run, lambda step=step: step):
+            raise ValueError("wrong")
+    assert json.loads(run.failure.read_text()) == {"rank": 0, "step": 3, "error": "ValueError: wrong"}
+    assert list(workdir.iterdir()) == [run.failure]
 
 
 def test_a_resumed_run_no_longer_counts_as_failed() -> None:

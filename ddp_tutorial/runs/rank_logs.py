@@ -10,7 +10,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 
-from ddp_tutorial.files import temporary_path, write_json
+from ddp_tutorial.files import rename, temporary_path, write_json
 from ddp_tutorial.processes.console import in_notebook
 from ddp_tutorial.processes.debug_variables import DEBUG, VARIABLES
 from ddp_tutorial.runs.folder import RunFolder
@@ -65,6 +65,9 @@ def record_failure(world: World, run: RunFolder, step: Callable[[], int]) -> Ite
             write_json(aside, note)
             try:
                 os.link(aside, run.failure)  # unlike a rename, a link does not replace an existing file
+            except OSError:  # a different rank failed first, or the file system does not support hard links
+                if not run.failure.exists():
+                    rename(aside, run.failure)
             finally:
-                aside.unlink()
+                aside.unlink(missing_ok=True)
         raise

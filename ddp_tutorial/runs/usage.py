@@ -32,7 +32,7 @@ def gpu_memory(device: torch.device) -> dict[str, float]:
 def imbalance(memory: Mapping[str, Sequence[float]]) -> dict[str, Any] | None:
     """Return the rank that uses much more memory than the median of the other ranks, or None if there is no such rank.
 
-    `memory` contains each rank's memory usage by kind. The result is a dict such as
+    `memory` contains each rank's memory usage in MB, by kind. The result is a dict such as
     `{"rank": 1, "kind": "rss_mb", "mb": 900.0, "others_mb": 500.0}`.
     """
     for kind, each in memory.items():
