@@ -329,13 +329,14 @@ def locked(folder: Path) -> Iterator[None]:
         owner = _read_owner(fd)
         if owner and (_is_running(owner) if owner.machine == _machine() else _is_touched(path)):
             raise _in_use(path)
-        _write_owner(fd)
+        mine = _write_owner(fd)
         try:
             with _touching(fd):
                 yield
         finally:
-            os.ftruncate(fd, 0)  # clear the owner, even if the file cannot be removed
-            path.unlink(missing_ok=True)
+            if _read_owner(fd) == mine:  # otherwise, a process on a different machine has acquired the lock
+                os.ftruncate(fd, 0)  # clear the owner, even if the file cannot be removed
+                path.unlink(missing_ok=True)
     finally:
         os.close(fd)
 
@@ -427,11 +428,13 @@ def _started(pid: int) -> float | None:
         return None
 
 
-def _write_owner(fd: int) -> None:
+def _write_owner(fd: int) -> _Owner:
+    """Store this process as the owner, and return the stored owner."""
     owner = _Owner(_machine(), os.getpid(), _started(os.getpid()) or 0.0, os.fstat(fd).st_ino)
     os.ftruncate(fd, 0)
     os.pwrite(fd, json.dumps(owner._asdict()).encode(), 0)
     os.fsync(fd)  # make the owner visible to other hosts
+    return owner
 
 
 def _read_owner(fd: int) -> _Owner | None:
@@ -485,6 +488,6 @@ def _is_touched(path: Path) -> bool:
     before, deadline = seen(), time.monotonic() + 3 * _TOUCH_SECONDS
     while time.monotonic() < deadline:
         time.sleep(_TOUCH_SECONDS / 5)
-        if seen() != before:
+        if (now := seen()) is None or now != before:
             return True
     return False

@@ -273,6 +273,28 @@ def test_a_lock_that_its_owner_removes_during_the_wait_counts_as_in_use(
     owner.__exit__(None, None, None)
 
 
+def test_a_process_that_has_lost_the_lock_does_not_remove_the_lock(tmp_path: Path) -> None:
+    lock = tmp_path / ".lock"
+    with locked(tmp_path):
+        owner = json.loads(lock.read_text()) | {"machine": "another machine"}
+        lock.write_text(json.dumps(owner))  # after this process was suspended for too long
+    assert json.loads(lock.read_text()) == owner
+
+
+@pytest.mark.usefixtures("flock_lets_everybody_in")
+def test_a_lock_that_is_removed_before_the_wait_counts_as_in_use(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def read_owner(fd: int) -> files._Owner:
+        (tmp_path / ".lock").unlink()
+        return files._Owner("another machine", 1, 0.0, 0)
+
+    monkeypatch.setattr(files, "_read_owner", read_owner)
+    monkeypatch.setattr(files, "_TOUCH_SECONDS", 0.01)
+    with pytest.raises(FolderInUseError, match="Wait until it exits"), locked(tmp_path):
+        pass
+
+
 # ------------------------------------------------------------------------------------------------------ finding a run
 
 
