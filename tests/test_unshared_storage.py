@@ -14,7 +14,7 @@ from torch.utils.data import TensorDataset
 from ddp_tutorial.checkpoint.checkpointer import Checkpointer
 from ddp_tutorial.checkpoint.components import Component, FunctionState
 from ddp_tutorial.checkpoint.config import CheckpointConfig
-from ddp_tutorial.checkpoint.manifest import checkpoint_name, list_checkpoints
+from ddp_tutorial.checkpoint.manifest import MANIFEST, checkpoint_name, list_checkpoints
 from ddp_tutorial.checkpoint.resuming import find_resume_point
 from ddp_tutorial.collectives import all_gather
 from ddp_tutorial.local_sgd.config import LocalConfig
@@ -216,6 +216,14 @@ KINDS: dict[str, dict[str, Any]] = {
 }
 
 
+# The newest checkpoint on the disk of each rank. A checkpoint that is being replaced has the suffix `.old`.
+NEWEST = {
+    "many": (checkpoint_name(99_999_999), checkpoint_name(100_000_000)),
+    "replaced": (checkpoint_name(10), f".{checkpoint_name(20)}.old"),
+    "first": (f".{checkpoint_name(20)}.old", checkpoint_name(10)),
+}
+
+
 def life(world: World, name: str, steps: int, **other: Any) -> str:
     return train(world, KEPT.model_copy(update={"name": name, "steps": steps, **other})).weights
 
@@ -238,6 +246,11 @@ def kept(world: World) -> dict[str, Any]:
     if world.rank == 1:
         shutil.copytree("../node0/runs/ddp/checkpoints", "later/checkpoints")
     told["later"] = error_of(lambda: find_resume_point(world, Path("later"), "auto", {}, shared=False))
+    for name, of_ranks in NEWEST.items():
+        checkpoint = Path(name, "checkpoints", of_ranks[world.rank])
+        checkpoint.mkdir(parents=True)
+        (checkpoint / MANIFEST).write_text("{}")
+        told[name] = error_of(lambda name=name: find_resume_point(world, Path(name), "auto", {}, shared=False))  # type: ignore[misc]
     told["shared"] = error_of(lambda: life(world, "ddp", 4, checkpoint=CheckpointConfig(every=1)))
     told["changed"] = contents() ^ before
     os.chdir(f"../node{1 - world.rank}")
@@ -268,6 +281,10 @@ def test_rank_0_saves_for_nodes_without_a_shared_folder_and_runs_resume(
             assert each[f"{name}: checkpoints"] == (rank == 0)
         assert each["pieces"].startswith("ConfigError: 'checkpoint.shared' must be true, because 'optimizer' is")
         assert each["later"].startswith("ConfigError: rank 1 found step_00000004 of later on its disk, but rank 0 ")
+        found = "ConfigError: rank 1 found {1} of {name} on its disk, but rank 0 found {0}. "
+        assert each["many"].startswith(found.format(*NEWEST["many"], name="many"))
+        assert each["replaced"].startswith(found.format(*map(checkpoint_name, (10, 20)), name="replaced"))
+        assert each["first"].startswith("ConfigError: none of the 1 checkpoints in first/checkpoints can be read: ")
         assert each["shared"].startswith(
             "ConfigError: all ranks must share the checkpoint folder runs/ddp, but rank 1 cannot access "
             "rank 0's folder. "

@@ -27,7 +27,7 @@ import psutil
 import torch
 
 from ddp_tutorial.benches.small_disk import fill_up, limit_files
-from ddp_tutorial.checkpoint.manifest import CHECKPOINTS, latest, read_manifest
+from ddp_tutorial.checkpoint.manifest import CHECKPOINTS, latest, read_manifest, step_of
 from ddp_tutorial.checkpoint.resuming import latest_valid
 from ddp_tutorial.compat import import_dynamo, stop_forkserver
 from ddp_tutorial.config import ConfigError
@@ -326,7 +326,7 @@ class FailureInjector:
     def at_operation(self, operation: Operation, path: Path) -> None:
         """Handle a disk operation, and record the step of a checkpoint that was just published."""
         if operation == "fsync" and path.name == CHECKPOINTS and (newest := latest(path)):  # published
-            self.note("published", re.sub(r"\D", "", newest.name))
+            self.note("published", str(step_of(newest)))
         self._at(f"{operation} {_kind_of(path)}")
 
     def _at(self, point: str) -> None:

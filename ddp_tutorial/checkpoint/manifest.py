@@ -112,6 +112,11 @@ def checkpoint_name(step: int) -> str:
     return f"step_{step:08}"
 
 
+def step_of(checkpoint: Path) -> int:
+    """Return the step in the name of a checkpoint folder, which may be an old checkpoint that is being replaced."""
+    return int(re.sub(r"\D", "", checkpoint.name))
+
+
 def list_checkpoints(parent: Path) -> list[Path]:
     """Return the checkpoints in `parent`, sorted by step.
 

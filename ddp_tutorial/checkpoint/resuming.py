@@ -10,11 +10,13 @@ from ddp_tutorial.checkpoint.manifest import (
     CHECKPOINTS,
     MANIFEST,
     SHARE,
+    checkpoint_name,
     differences,
     latest,
     list_checkpoints,
     read_manifest,
     read_verified,
+    step_of,
     verify,
 )
 from ddp_tutorial.collectives import all_gather, decide_on_rank_zero
@@ -118,12 +120,13 @@ def _require_newest(world: World, run: Path) -> None:
         ConfigError: If a rank has a newer checkpoint than rank 0.
     """
     newest = latest(run / CHECKPOINTS)
-    of_ranks = all_gather(world, newest.name if newest is not None else "")
-    later = [rank for rank, name in enumerate(of_ranks) if name > of_ranks[0]]
+    steps = all_gather(world, -1 if newest is None else step_of(newest))
+    later = [rank for rank, step in enumerate(steps) if step > steps[0]]
     if later:
+        found = [checkpoint_name(step) if step >= 0 else "none" for step in steps]
         raise ConfigError(
-            f"rank {later[0]} found {of_ranks[later[0]]} of {run} on its disk, but rank 0 found "
-            f"{of_ranks[0] or 'none'}. With checkpoint.shared=false, rank 0 writes the checkpoints. Start rank 0 on "
+            f"rank {later[0]} found {found[later[0]]} of {run} on its disk, but rank 0 found "
+            f"{found[0]}. With checkpoint.shared=false, rank 0 writes the checkpoints. Start rank 0 on "
             f"rank {later[0]}'s host, or use a different run name."
         )
 
