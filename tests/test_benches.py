@@ -7,7 +7,10 @@ from typing import Any
 import pytest
 
 from ddp_tutorial.benches import compile as compile_bench
-from ddp_tutorial.benches import sources
+from ddp_tutorial.benches import overhead, sources
+from ddp_tutorial.files import observe_disk
+from ddp_tutorial.processes.launcher import launch
+from ddp_tutorial.training.config import ModelConfig, TaskConfig
 from ddp_tutorial.world import World
 
 
@@ -37,3 +40,26 @@ def test_the_source_benchmark_writes_only_to_its_folder(
     found = sources._load(World(), str(folder), 1)
     assert set(found) == {"load_iterable", *(f"load_{kind}" for kind in sources.KINDS)}
     assert list(workdir.iterdir()) == []
+
+
+def log_writes(world: World, config: TaskConfig) -> int:
+    """Return the number of writes to the logs of the overhead benchmark in two rounds of `log_every` steps."""
+    names: list[str] = []
+    with observe_disk(lambda operation, path: names.append(path.name)):
+        overhead._alternate(world, config, config.log_every)
+    return names.count("metrics.jsonl")
+
+
+def test_the_trainers_of_the_overhead_benchmark_write_their_logs(workdir: Path) -> None:
+    (workdir / "notes.txt").write_bytes(bytes(range(32, 127)) * 100)
+    config = TaskConfig.model_validate(
+        {
+            "corpus": f"text:{workdir / 'notes.txt'}",
+            "model": ModelConfig(layers=1, heads=1, width=16, context=16),
+            "device": "cpu",
+            "batch_size": 4,
+            "log_every": 2,
+            "eval_samples": 2,
+        }
+    )
+    assert launch(log_writes, 2, config, device="cpu", threads=1, echo=False, timeout=300) == [4, 0]

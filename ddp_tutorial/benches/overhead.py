@@ -79,6 +79,8 @@ def _alternate(world: World, config: TaskConfig, steps: int) -> dict[str, float]
             "bare": reporting(world, bare_loop(world, config)),
             "bare_without_loss": bare_loop(world, config),
         }
+        for trainer in trainers.values():
+            trainer.log.open()  # as `train` does
         turns = run_interleaved(world, arms, config.log_every, steps // config.log_every)
         for trainer in trainers.values():
             trainer.log.close()
