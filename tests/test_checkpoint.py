@@ -485,6 +485,14 @@ def test_sharded_state_is_compared_independently_of_the_number_of_shards(tmp_pat
     assert compare(first, another) == {"shards['b']": "1 of 1 elements differ, by at most 1"}
 
 
+def test_the_imaginary_parts_of_complex_values_are_compared(tmp_path: Path) -> None:
+    for number in (1, 2):
+        part, _ = value({"frequencies": torch.tensor([1 + 1j, 1 + number * 1j])})
+        Checkpointer(tmp_path, {"part": part}, World()).save(number)
+    [told] = compare(*list_checkpoints(tmp_path)).values()
+    assert told == "1 of 2 elements differ, by at most 1"
+
+
 def test_equal_values_do_not_differ_even_if_they_are_nan(tmp_path: Path) -> None:
     part, _ = value({"loss": torch.tensor(float("nan")), "best": float("nan"), "zero": torch.tensor(0.0)})
     other, _ = value({"loss": torch.tensor(float("nan")), "best": float("nan"), "zero": torch.tensor(0)})
@@ -759,7 +767,8 @@ def reshard(world: World, folder: Path, step: int, start: float | None) -> dict[
 
 def load_tensor_missing_on_rank_0(world: World, folder: Path) -> None:
     names = ["a", "missing"] if world.is_main else ["a"]
-    load_shards(folder, FunctionState(lambda: {name: torch.zeros(10, 7) for name in names}, lambda state: None))
+    empty = FunctionState(lambda: {name: torch.zeros(10, 7) for name in names}, lambda state: None)
+    load_shards(folder, empty, world)
 
 
 def save_with_full_disk_on_rank_0(checkpointer: Checkpointer) -> None:
@@ -805,8 +814,23 @@ def test_one_process_can_load_sharded_state_that_is_initially_empty(tmp_path: Pa
     saved = {"a": torch.arange(6.0).reshape(2, 3), "b": torch.arange(2)}
     write_shards(tmp_path, saved, World())
     loaded = EmptyAtFirst()
-    load_shards(tmp_path, loaded)
+    load_shards(tmp_path, loaded, World())
     assert same(dict(sorted(loaded.state.items())), saved)
+
+
+def save_and_load_on_rank_0(world: World, folder: Path) -> dict[str, Any]:
+    """Save and load sharded state on rank 0 alone, while the process group contains several ranks."""
+    saved, _ = value({"x": torch.ones(2)}, "sharded")
+    empty, given = value({"x": torch.zeros(2)}, "sharded")
+    if world.is_main:
+        Checkpointer(folder, {"own": saved}, World()).save(1)
+        Checkpointer(folder, {"own": empty}, World()).load(folder / checkpoint_name(1))
+    return {name: tensor.tolist() for name, tensor in given.items()}
+
+
+def test_a_world_of_one_rank_loads_sharded_state_without_the_other_ranks(tmp_path: Path) -> None:
+    of_ranks = launch(save_and_load_on_rank_0, 2, tmp_path, device="cpu", threads=1, echo=False, timeout=60)
+    assert of_ranks == [{"x": [1.0, 1.0]}, {}]
 
 
 def test_two_ranks_without_a_group_raise(tmp_path: Path) -> None:

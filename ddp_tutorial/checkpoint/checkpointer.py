@@ -113,7 +113,7 @@ class Checkpointer:
             shared: Whether all ranks share `folder`. If not, only rank 0 accesses the folder.
 
         Raises:
-            ConfigError: If a component is sharded and `shared` is false.
+            ConfigError: If there are several ranks, a component is sharded, and `shared` is false.
             ValueError: If a component's `shared` is `"per_node"` and the number of ranks differs between nodes.
         """
         require_group(world)
@@ -195,7 +195,7 @@ class Checkpointer:
         Raises:
             CheckpointError: On all ranks, if a file is damaged, the checkpoint's components differ from the run's, or a
                 component cannot be restored on this number of ranks. These checks run before any state is restored,
-                except for errors that `Reshardable.load_resharded` raises.
+                except for errors in sharded tensors, and errors that `Reshardable.load_resharded` raises.
         """
         with phase("load"):
             manifest, restores = run_on_all_ranks(self.world, lambda: self._read(folder, exclude), CheckpointError)
@@ -298,7 +298,7 @@ class Checkpointer:
                 f"component {name!r} must have shared={stored.shared!r}, as in {folder}, got {component.shared!r}"
             )
         if stored.shared == "sharded":
-            return partial(load_shards, folder / name, thing)
+            return partial(load_shards, folder / name, thing, self.world)
         if len(stored.files) == self.world.size // alike:
             [state] = self._states(folder, stored, [self.world.rank // alike])
             return partial(thing.load_state_dict, state)

@@ -57,7 +57,8 @@ def _difference(a: Any, b: Any) -> str | None:
     if isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor) and (a.shape, a.dtype) == (b.shape, b.dtype):
         if torch.equal(a, b):  # 0.0 and -0.0
             return None
-        most = (a.double() - b.double()).abs().max().item()
+        wide = torch.complex128 if a.is_complex() else torch.float64
+        most = (a.to(wide) - b.to(wide)).abs().max().item()
         return f"{int((a != b).sum())} of {a.numel()} elements differ, by at most {most:.3g}"
     return f"{_formatted(a)} and {_formatted(b)}"
 

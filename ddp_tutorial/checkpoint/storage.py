@@ -16,7 +16,6 @@ from typing import Any
 import safetensors
 import safetensors.torch
 import torch
-import torch.distributed as dist
 
 from ddp_tutorial.checkpoint.components import LazyState, State, Stateful, StoredTensor
 from ddp_tutorial.checkpoint.manifest import CheckpointError, read_manifest, sha256_of
@@ -156,8 +155,8 @@ def write_shards(folder: Path, state: State, world: World) -> None:
     sync(folder)  # flush the directory entries; `sync_and_hash` flushes the files
 
 
-def load_shards(folder: Path, stateful: Stateful) -> None:
-    """Restore sharded tensors. Collective if a process group is initialized.
+def load_shards(folder: Path, stateful: Stateful, world: World) -> None:
+    """Restore sharded tensors. Collective.
 
     Each rank reads only the data of its own shards. The checkpoint may have been saved on a different number of ranks.
 
@@ -168,7 +167,7 @@ def load_shards(folder: Path, stateful: Stateful) -> None:
 
     state = dict(stateful.empty(_tensors_in(folder)) if isinstance(stateful, LazyState) else stateful.state_dict())
     with _as_checkpoint_error():
-        dcp.load(state, storage_reader=dcp.HuggingFaceStorageReader(str(folder)), no_dist=not dist.is_initialized())
+        dcp.load(state, storage_reader=dcp.HuggingFaceStorageReader(str(folder)), no_dist=world.size == 1)
     stateful.load_state_dict(state)
 
 
