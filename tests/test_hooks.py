@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from pydantic import ValidationError
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
 from torch.nn import functional as F
@@ -19,6 +20,7 @@ from ddp_tutorial.ddp.hooks import AllReduceHook, CastHook, PowerSGD
 from ddp_tutorial.ddp.link import DirectLink, LinkModel, SimulatedLink, Transfer
 from ddp_tutorial.ddp.wrappers import BucketDDP, TorchDDP, data_parallel
 from ddp_tutorial.processes.launcher import launch
+from ddp_tutorial.training.config import TrainConfig
 from ddp_tutorial.world import World
 from ranks import error_of, watched
 
@@ -587,3 +589,16 @@ def test_the_errors_of_powersgd_survive_a_change_of_its_rank() -> None:
         each.load_state_dict(hook.state_dict())
         assert torch.equal(each.errors["weight"], torch.ones(3, 4))
     assert (list(same.qs), list(other.qs)) == (["weight"], [])
+
+
+def test_the_error_of_a_parameter_that_is_no_longer_compressed_is_sent() -> None:
+    hook = PowerSGD(DirectLink(World()), 1, rank=9)
+    hook.load_state_dict({"rank": 1, "errors": {"weight": torch.ones(3, 4)}, "qs": {}})
+    sent = [average(World(), hook, {"weight": torch.zeros(3, 2, 2)})["weight"] for _ in range(2)]
+    assert (sent[0].unique().tolist(), sent[1].unique().tolist(), hook.errors) == ([1], [0], {})
+
+
+def test_powersgd_with_loss_scaling_is_rejected() -> None:
+    settings = {"ddp": {"variant": "bucket", "hook": "powersgd"}, "precision": {"dtype": "fp16"}}
+    with pytest.raises(ValidationError, match=r"'ddp.hook' must not be powersgd with precision.dtype=fp16"):
+        TrainConfig.model_validate(settings)

@@ -78,6 +78,8 @@ class PowerSGD:
     next gradient (error feedback), so the residual is delayed, not lost. In the next step, the power iteration starts
     from this Q. Vectors, complex gradients, and matrices not larger than P and Q together are sent uncompressed.
 
+    Do not use loss scaling with this hook. After an overflow, the residual and all later gradients would be NaN.
+
     Vogels, Karimireddy & Jaggi, "PowerSGD: Practical low-rank gradient compression for distributed optimization", 2019.
     """
 
@@ -149,6 +151,8 @@ class _Factors:
                 if name not in hook.qs:
                     hook.qs[name] = hook.first_q(name, matrix.shape[1], matrix)
             else:
+                if name in hook.errors:  # the parameter was compressible with an earlier approximation rank
+                    view.add_(hook.errors.pop(name).to(view).view_as(view))
                 self.uncompressed.append(view)
         self.ps = [matrix @ hook.qs[name].to(matrix) for name, matrix in self.matrices.items()]
         self.first = torch.cat([tensor.reshape(-1) for tensor in self.ps + self.uncompressed])

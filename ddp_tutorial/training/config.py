@@ -317,6 +317,12 @@ class TrainConfig(Config):
             raise ValueError(
                 f"'ddp.{refused[0]}' requires strategy=ddp or strategy=zero1, got strategy={self.strategy}"
             )
+        if self.ddp.hook == "powersgd" and self.precision.dtype == "fp16":
+            raise ValueError(
+                "'ddp.hook' must not be powersgd with precision.dtype=fp16. PowerSGD adds the error of each step to "
+                "the next gradient, so all gradients after an overflow would be NaN. Use precision.dtype=bf16, or a "
+                "different hook"
+            )
         require_rounds(self.strategy, self.local, self.steps if self.num_epochs is None else None)
         if self.strategy != "ddp" and self.oom_skips:
             raise ValueError(f"'oom_skips' requires strategy=ddp, got strategy={self.strategy}")
