@@ -470,7 +470,7 @@ def test_a_trial_detects_which_optimizers_are_elementwise() -> None:
             assert is_elementwise(optimizer) == expected, name
             assert all(key != "step" or value == 0 for key, value in optimizer.state[weight].items()), name
     assert not is_elementwise(Sized([weight]))
-    assert is_elementwise(torch.optim.AdamW([{"params": [weight]}], fused=True, amsgrad=True))
+    assert is_elementwise(torch.optim.AdamW([{"params": [weight]}, {"params": []}], fused=True, amsgrad=True))
     assert torch.equal(weight, torch.ones(8, 8))
     assert torch.equal(torch.get_rng_state(), state)
 

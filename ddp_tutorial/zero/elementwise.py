@@ -54,7 +54,7 @@ def _stepped(optimizer: torch.optim.Optimizer, tensors: torch.Tensor) -> torch.T
 
 
 def _copy(optimizer: torch.optim.Optimizer, weights: torch.Tensor) -> tuple[torch.optim.Optimizer, list[nn.Parameter]]:
-    """Return a copy of `optimizer` with one parameter per group, and the list of these parameters.
+    """Return a copy of `optimizer` with one parameter per nonempty group, and the list of these parameters.
 
     Each parameter is initialized to `weights`.
     """
@@ -63,6 +63,8 @@ def _copy(optimizer: torch.optim.Optimizer, weights: torch.Tensor) -> tuple[torc
     state: defaultdict[torch.Tensor, Any] = defaultdict(dict)
     parameters = []
     for group in optimizer.param_groups:
+        if not group["params"]:
+            continue
         first = group["params"][0]
         parameters.append(nn.Parameter(weights.to(first.device, first.dtype, copy=True)))
         memo |= {id(each): parameters[-1] for each in group["params"]}
@@ -72,6 +74,7 @@ def _copy(optimizer: torch.optim.Optimizer, weights: torch.Tensor) -> tuple[torc
     attributes = {name: value for name, value in vars(optimizer).items() if name not in {"state", "step"}}
     vars(copy).update(deepcopy(attributes, memo), state=state)
     remove_step_hooks(copy)
+    copy.param_groups = [group for group in copy.param_groups if group["params"]]
     for group, parameter in zip(copy.param_groups, parameters, strict=True):
         group["params"] = [parameter]
         if "lr" in group:  # the learning rate may be 0 at the start of a warm-up
