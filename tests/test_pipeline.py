@@ -484,6 +484,20 @@ def test_the_loss_draws_the_same_numbers_on_the_first_and_the_last_stage() -> No
     assert [float(part["loss"][0]) for part in runner.run([torch.ones(2, 3)] * 2)] == pytest.approx([0, 0], abs=1e-9)
 
 
+def test_a_module_that_occurs_twice_is_called_twice() -> None:
+    torch.manual_seed(0)
+    relu, layer = nn.ReLU(), nn.Linear(3, 3)
+    model = nn.Sequential(layer, relu, nn.Linear(3, 3), relu, layer, nn.Linear(3, 2))
+    assert list(chain_of(model).values()) == list(model)
+    runner = StageRunner(interleaved(1, 1, 2), dict(enumerate(split_into_stages(model, ["2"]))), output_squares)
+    runner.run([torch.ones(2, 3)])
+    gradients = [parameter.grad for parameter in model.parameters()]
+    model.zero_grad()
+    output_squares(model, torch.ones(2, 3))[0].backward()
+    for parameter, gradient in zip(model.parameters(), gradients, strict=True):
+        torch.testing.assert_close(gradient, parameter.grad, **CLOSE)
+
+
 def test_a_stage_may_change_its_input_in_place() -> None:
     model = nn.Sequential(nn.Linear(3, 4), nn.ReLU(inplace=True), nn.Linear(4, 2))
     runner = StageRunner(interleaved(1, 1, 2), dict(enumerate(split_into_stages(model, ["1"]))), output_squares)
@@ -508,9 +522,16 @@ def test_a_model_that_stages_cannot_train_is_rejected() -> None:
             check_pipeline(model, PipelineConfig(), 2)
 
 
+class Skipping(nn.Sequential):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + super().forward(x)
+
+
 def test_a_model_without_a_chain_is_rejected() -> None:
     with pytest.raises(ConfigError, match=r"Extra cannot be split into stages. It must be an nn.Sequential"):
         check_pipeline(Extra(2), PipelineConfig(), 2)
+    with pytest.raises(ConfigError, match="Skipping cannot be split into stages"):
+        check_pipeline(Skipping(nn.Linear(2, 2), nn.Linear(2, 2)), PipelineConfig(), 2)
 
 
 def test_a_loss_must_call_its_model_once() -> None:

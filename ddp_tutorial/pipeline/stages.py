@@ -3,8 +3,8 @@
     split_into_stages(model, ["blocks.2"])     # a GPT of four blocks: stage 1 begins with block 2
 
 The model must be a chain, in which each module takes only the output tensor of the previous module. An `nn.Sequential`
-is a chain. Any other model must define a `chain()` method that returns its modules by name, as `training.gpt` does.
-Models with skip connections across a stage boundary, such as a U-Net, are not supported.
+that does not override `forward` is a chain. Any other model must define a `chain()` method that returns its modules by
+name, as `training.gpt` does. Models with skip connections across a stage boundary, such as a U-Net, are not supported.
 """
 
 from collections.abc import Mapping, Sequence
@@ -57,15 +57,16 @@ def chain_of(model: nn.Module) -> dict[str, nn.Module]:
     """Return the modules of a model, by name. Each module takes the output of the previous module.
 
     Raises:
-        ConfigError: If the model is not an `nn.Sequential` and does not define a `chain` method.
+        ConfigError: If the model has no `chain` method, and is not an `nn.Sequential` or overrides `forward`.
     """
-    if isinstance(model, nn.Sequential):
-        return dict(model.named_children())
+    if isinstance(model, nn.Sequential) and type(model).forward is nn.Sequential.forward:
+        modules = model.named_modules(remove_duplicate=False)  # a module may occur several times
+        return {name: module for name, module in modules if name and "." not in name}
     chain = getattr(model, "chain", None)
     if chain is None:
         raise ConfigError(
-            f"{type(model).__name__} cannot be split into stages. It must be an nn.Sequential, or define a chain() "
-            "method that returns its modules by name in forward-pass order."
+            f"{type(model).__name__} cannot be split into stages. It must be an nn.Sequential that does not override "
+            "forward(), or define a chain() method that returns its modules by name in forward-pass order."
         )
     parts: dict[str, nn.Module] = chain()
     return parts
