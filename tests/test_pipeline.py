@@ -436,6 +436,17 @@ def unusual(world: World) -> dict[str, Any]:
     pipeline = Pipeline(embedding, world, output_squares, PipelineConfig(micro_batches=2, cuts=("1",)))
     tokens = torch.tensor([[1, 2], [3, 4]])
     found["dtypes"] = [pipeline.backward([tokens.to(kind)] * 2).means() for kind in (torch.int64, torch.int32)]
+    convolutions = nn.Sequential(nn.Conv2d(2, 3, 3), nn.Conv2d(3, 2, 3)).to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+    strategy = PipelineStrategy(convolutions, world, output_squares, PipelineConfig(micro_batches=2))
+    initial = copy.deepcopy(convolutions.state_dict())
+    strategy.setup_optimizer(torch.optim.SGD(convolutions.parameters(), lr=0.1))
+    with strategy.full_parameters() as full:
+        found["channels_last"] = initial, copy.deepcopy(full.state_dict())
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(dist, "broadcast", lambda *_, **__: 1 / 0)
+        with pytest.raises(ZeroDivisionError), strategy.full_parameters():
+            pass
+    found["elements"] = sum(parameter.numel() for parameter in convolutions.parameters())
     return found
 
 
@@ -458,6 +469,16 @@ def test_buffers_that_a_forward_pass_replaces_are_saved_and_evaluated() -> None:
         saved |= rank["Sequential"]["model"]
         assert rank["Sequential"]["buffers"] == {"1.count": 2, "3.count": 2}
     assert saved["1.count"] == saved["3.count"] == 2
+
+
+def test_gathered_weights_do_not_depend_on_their_memory_format() -> None:
+    for rank in unusual_ranks():
+        initial, gathered = rank["channels_last"]
+        assert all(torch.equal(gathered[name], weight) for name, weight in initial.items())
+
+
+def test_a_failed_gather_keeps_only_the_weights_of_own_stages() -> None:
+    assert [rank["elements"] for rank in unusual_ranks()] == [3 * 2 * 9 + 3, 2 * 3 * 9 + 2]
 
 
 def test_initial_optimizer_state_of_other_stages_is_dropped() -> None:

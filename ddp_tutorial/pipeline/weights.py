@@ -75,7 +75,8 @@ class StageWeights:
                 tensor.data = tensor.new_empty(shape)
             if shape.numel() and self.group is not None:
                 source = self.pipeline.mesh[self.pipeline.number][self.pipeline.places[name][0]]
-                dist.broadcast(tensor.detach(), src=source, group=self.group)
+                # Without contiguous(), the memory order of a channels_last tensor would differ between ranks.
+                dist.broadcast(tensor.detach().contiguous(), src=source, group=self.group)
 
     def _before(self, names: list[str], *_: Any) -> None:
         if self._is_free and not (self.is_training or self._is_pinned):
@@ -89,10 +90,10 @@ class StageWeights:
     @contextmanager
     def full_parameters(self) -> Iterator[nn.Module]:
         """Gather all weights and buffers for the duration of the block. Collective."""
-        if self._is_free:
-            self._gather(self.shapes)
-        self._is_pinned = True
         try:
+            if self._is_free:
+                self._gather(self.shapes)
+            self._is_pinned = True
             yield self.model
         finally:
             self._is_pinned = False
