@@ -22,7 +22,7 @@ class AveragedModelState:
     """The averaged weights, which are the same on all ranks."""
 
     def __init__(self, module: nn.Module, whole: Callable[[], AbstractContextManager[nn.Module]]) -> None:
-        """Store the model. Within the context manager that `whole` returns, it contains the averaged weights."""
+        """Store the model, which contains the averaged weights within the context manager that `whole` returns."""
         self.module, self.full_parameters = module, whole
 
     def state_dict(self) -> State:
