@@ -7,6 +7,7 @@ from copy import deepcopy
 from dataclasses import dataclass
 from functools import cache, partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -30,7 +31,7 @@ from ddp_tutorial.config import ConfigError
 from ddp_tutorial.debug.checks import checking
 from ddp_tutorial.debug.recorder import calls
 from ddp_tutorial.debug.replicas import ReplicaDrift
-from ddp_tutorial.mesh import MeshConfig, make_mesh
+from ddp_tutorial.mesh import Mesh, MeshConfig, make_mesh
 from ddp_tutorial.processes.launcher import launch
 from ddp_tutorial.training.config import ModelConfig, TaskConfig, TrainConfig
 from ddp_tutorial.training.export import load
@@ -41,9 +42,10 @@ from ddp_tutorial.world import World
 from ddp_tutorial.zero.elementwise import is_elementwise
 from ddp_tutorial.zero.gradients import ShardedGradients
 from ddp_tutorial.zero.memory import DIVIDED, bytes_sent, model_state_bytes
-from ddp_tutorial.zero.model import ShardedModel
+from ddp_tutorial.zero.model import ShardedModel, Unit
 from ddp_tutorial.zero.optimizer import ShardedOptimizer
 from ddp_tutorial.zero.pieces import Layout, piece_of
+from ddp_tutorial.zero.reductions import Reduction, Reductions
 from ddp_tutorial.zero.units import units_of
 
 STEPS, WIDTH = 5, 7
@@ -544,6 +546,15 @@ class Breaking(nn.Module):
         return self.blocks[2](self.blocks[1](Boom.apply(x) if self.breaks else x))
 
 
+class BreakingOutside(Breaking):
+    """A model whose backward pass raises an error after the inner pass of a reentrant checkpoint."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.blocks[0](x)
+        x = Boom.apply(x) if self.breaks else x
+        return checkpoint(lambda x: self.blocks[2](self.blocks[1](x)), x, use_reentrant=True)
+
+
 class Experts(nn.Module):
     """A model in which each rank uses the expert of its first sample; experts have different sizes."""
 
@@ -587,16 +598,24 @@ LOOPS: dict[str, tuple[Callable[[], nn.Module], Loop, Loop]] = {
     "a shared layer, recomputed": (Recomputed, once, once),
     "two backward passes": (Answers, twice, twice),
     "a backward pass that raised": (Breaking, broken_before, once),
+    "a backward pass that raised after a recomputed one": (BreakingOutside, broken_before, once),
     "different experts": (lambda: Experts((5, 7)), once, once),
 }
 
 
-def wrong_by(world: World, make: Callable[[], nn.Module], loop: Loop, expected_of: Loop, kind: type[Any]) -> float:
+def wrong_by(
+    world: World,
+    make: Callable[[], nn.Module],
+    loop: Loop,
+    expected_of: Loop,
+    kind: type[Any],
+    mesh: Mesh | None = None,
+) -> float:
     """Return the largest error of this rank's pieces of the gradient in a second step, which keeps gradients."""
     torch.manual_seed(0)
     model = make().double()
     alone = deepcopy(model)
-    sharded = kind(model, world)
+    sharded = kind(model, world, mesh=mesh)
     for step in range(2):
         loop(model, world.rank + 5 * step)
         sharded.reduce()
@@ -608,7 +627,7 @@ def wrong_by(world: World, make: Callable[[], nn.Module], loop: Loop, expected_o
             expected_of(alone, rank + 5 * step)
         for (name, own), p in zip(alone.named_parameters(), pieces, strict=True):
             expected = torch.zeros_like(own) if own.grad is None else own.grad
-            cut = expected.flatten()[piece_of(own.numel(), world.rank, world.size)]
+            cut = expected.flatten()[piece_of(own.numel(), sharded.shards.rank, sharded.shards.size)]
             found = pieces[p].grad
             assert (found is None) == (own.grad is None or not len(cut)), name
             errors.append(0.0 if found is None else float((found - cut).abs().max() / expected.abs().max()))
@@ -686,6 +705,48 @@ def test_late_repeated_and_partial_gradients_are_summed() -> None:
         assert len(rank["errors"]) == 2 * len(LOOPS)
         for case, error in rank["errors"].items():
             assert error < 1e-12, case
+
+
+def broken_hybrid(world: World) -> dict[str, float]:
+    """Recover from an error after only the first replica has started to sum over the replicas."""
+    cross = Reduction.cross
+
+    def at_once_or_late(self: Reduction, wait: bool) -> bool:
+        return (wait or world.rank < 2) and cross(self, wait=True)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Reduction, "cross", at_once_or_late)
+        loop = Breaking, broken_before, once
+        return {kind.__name__: wrong_by(world, *loop, kind, Mesh(2, 2)) for kind in (ShardedGradients, ShardedModel)}
+
+
+def test_all_replicas_complete_the_reductions_of_a_backward_pass_that_raised() -> None:
+    for rank in launch(broken_hybrid, 4, device="cpu", threads=1, echo=False, timeout=90):
+        for kind, error in rank.items():
+            assert error < 1e-12, kind
+
+
+def test_with_nccl_the_order_of_the_reductions_does_not_depend_on_timing(monkeypatch: pytest.MonkeyPatch) -> None:
+    started: list[tuple[str, int]] = []
+
+    def order(is_completed: bool) -> list[tuple[str, int]]:
+        work = SimpleNamespace(is_completed=lambda: is_completed, wait=lambda: None)
+        for kind in ("reduce_scatter_tensor", "all_reduce"):
+            monkeypatch.setattr(dist, kind, lambda row, *_, kind=kind, **__: started.append((kind, len(row))) or work)
+        started.clear()
+        world: Any = SimpleNamespace(backend="nccl", device=torch.device("cpu"))
+        shards: Any = SimpleNamespace(rank=0, size=2, copies=2, inside=None, across=None, world=world)
+        parameters = [nn.Parameter(torch.ones(2 * count)) for count in (1, 2, 3)]
+        each = [Reduction({"p": parameter}, torch.float32, shards) for parameter in parameters]
+        reductions = Reductions(each, world)
+        for reduction, parameter in zip(each, parameters, strict=True):
+            parameter.register_post_accumulate_grad_hook(partial(reductions.arrive, reduction, 0))
+        sum(parameter.sum() for parameter in parameters).backward()  # type: ignore[union-attr]
+        reductions.reduce()
+        return list(started)
+
+    assert order(is_completed=True) == order(is_completed=False)
+    assert len(started) == 6
 
 
 def test_an_optimizer_with_initial_state_can_be_sharded() -> None:

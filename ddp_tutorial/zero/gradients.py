@@ -14,6 +14,7 @@ so it sends no more bytes than data parallelism. A full gradient exists only unt
 
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
@@ -81,6 +82,7 @@ class ShardedGradients:
         self.buckets = [Reduction(named, next(iter(named.values())).dtype, self.shards) for named in of_buckets]
         self.reductions = Reductions(self.buckets, world)
         module.register_forward_pre_hook(self._before_forward)
+        module.register_forward_hook(self._after_forward)
         # The autograd node of a parameter calls its hooks after all hooks of the parameter, which may change the
         # gradient. A parameter does not keep its node alive, and a node must not be copied with the module.
         nodes = _in_use[self] = {name: get_gradient_edge(parameter).node for name, parameter in self.named.items()}
@@ -93,6 +95,10 @@ class ShardedGradients:
         require_frozen(self._frozen, "Unfreeze parameters before the model is sharded")
         if self.reductions.was_interrupted:
             self.reductions.discard()
+
+    def _after_forward(self, module: nn.Module, args: Any, output: Any) -> None:
+        if torch.is_grad_enabled():
+            self.reductions.watch(output)
 
     def reduce(self) -> None:
         """Wait for the reductions of a backward pass. Collective; call this method after each backward pass."""

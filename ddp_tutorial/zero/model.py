@@ -22,7 +22,6 @@ Zhao et al., "PyTorch FSDP: Experiences on scaling fully sharded data parallel",
 from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import fields, is_dataclass
 from functools import partial
 from typing import Any
 from weakref import WeakMethod
@@ -33,7 +32,7 @@ from torch import nn
 from torch.autograd.graph import Node, get_gradient_edge
 
 from ddp_tutorial.collectives import from_rank_zero
-from ddp_tutorial.compat import current_backward, is_in_backward, tree_leaves, tree_map
+from ddp_tutorial.compat import current_backward, is_in_backward, tree_map
 from ddp_tutorial.config import ConfigError
 from ddp_tutorial.ddp.sync_bn import BatchNorm
 from ddp_tutorial.ddp.wrappers import call_later, require_frozen, sync_initial_state
@@ -42,7 +41,7 @@ from ddp_tutorial.mesh import Mesh
 from ddp_tutorial.world import World
 from ddp_tutorial.zero.path import ExecutionPath
 from ddp_tutorial.zero.pieces import Layout, is_piece, mark_as_piece, require_no_gradient
-from ddp_tutorial.zero.reductions import Reduction, Reductions
+from ddp_tutorial.zero.reductions import Reduction, Reductions, tensors_of
 from ddp_tutorial.zero.shards import Shards
 from ddp_tutorial.zero.units import units_of
 
@@ -270,6 +269,7 @@ class ShardedModel:
                 self.units.insert(0 if submodule is module else len(self.units), unit)
                 self._follow(submodule, unit)
         module.register_forward_hook(self._end_forward)
+        module.register_state_dict_pre_hook(self._before_state_dict)
         for number, unit in enumerate(self.units):
             unit.number = number
         self.reductions = Reductions(self._reductions(), world)
@@ -345,7 +345,7 @@ class ShardedModel:
             tensor.register_hook(lambda _: self._before_backward(units[::-1]))
         units.append(unit)
 
-    def _end_forward(self, *_: object) -> None:
+    def _end_forward(self, module: nn.Module, args: Any, output: Any) -> None:
         if self._is_pinned or is_in_backward():
             return
         self._skip_rest()
@@ -353,6 +353,7 @@ class ShardedModel:
             self._set_order(list(self._entered))
             self._entered = None
         if torch.is_grad_enabled():
+            self.reductions.watch(output)
             self._ahead = deque(unit for unit in self.units[::-1] if not unit.is_whole)
             while self._ahead and not self._ahead[-1].trained:  # the backward pass usually stops before frozen units
                 self._ahead.pop()
@@ -403,22 +404,13 @@ class ShardedModel:
 
         The parameters are read-only and have the master dtype.
         """
-        for unit in self.units:
-            unit.free()
-            unit.show()
-        self._is_pinned = True
         try:
+            for unit in self.units:
+                unit.free()
+                unit.show()
+            self._is_pinned = True
             yield self.module
         finally:
             self._is_pinned = False
             for unit in self.units:
                 unit.free()
-
-
-def tensors_of(output: Any) -> Iterator[torch.Tensor]:
-    """Yield the tensors in a module's output, which may contain pytrees and dataclasses."""
-    for leaf in tree_leaves(output):
-        if torch.is_tensor(leaf):
-            yield leaf
-        elif is_dataclass(leaf):
-            yield from tensors_of([getattr(leaf, field.name) for field in fields(leaf)])

@@ -1,13 +1,15 @@
 """Overlap gradient reduce-scatters with the backward pass, and start them in the same order on every rank."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import fields, is_dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
 from ddp_tutorial.collectives import all_reduce_sum
-from ddp_tutorial.compat import after_backward, is_in_backward
+from ddp_tutorial.compat import after_backward, is_in_backward, tree_leaves
 from ddp_tutorial.ddp.buckets import check_dense
 from ddp_tutorial.world import World
 from ddp_tutorial.zero.pieces import Layout
@@ -109,13 +111,17 @@ class Reduction:
         if self._row.dim() > 1:  # this rank's row, as packed by each rank
             self._row = self._row.sum(0)
 
-    def wait(self) -> None:
-        """Wait for the sum over all ranks, and add it to the sums of earlier backward passes."""
+    def _complete(self) -> None:
+        """Wait for the sum over all ranks."""
         self.cross(wait=True)
         self._arrive()
         if self._crossing is not None:
             self._crossing.wait()
-        assert self._row is not None, "_arrive() sets self._row"
+
+    def wait(self) -> None:
+        """Wait for the sum over all ranks, and add it to the sums of earlier backward passes."""
+        self._complete()
+        assert self._row is not None, "start() sets self._row"
         self._kept = self._row if self._kept is None else self._kept.add_(self._row)
         self.used |= self._packed
         self._begin()
@@ -123,9 +129,7 @@ class Reduction:
     def discard(self) -> None:
         """Discard the gradients that have been packed since the last `wait`."""
         if self._row is not None:
-            self._arrive()  # a collective that has started must complete on all ranks
-            if self._crossing is not None:
-                self._crossing.wait()
+            self._complete()  # a collective that has started on one rank must complete on all ranks
         self._late.clear()
         self._begin()
 
@@ -144,7 +148,17 @@ class Reductions:
         """Store the reductions in the order in which they start, which must be the same on every rank."""
         self.ordered, self.world = list(reductions), world
         self._started = 0
-        self._is_open = False  # whether a backward pass has produced gradients and has not finished
+        self._is_open = False  # whether a backward pass has reached the model and has not finished
+
+    def watch(self, output: Any) -> None:
+        """Detect when a backward pass reaches `output`, the output of the model.
+
+        The first gradient may arrive in the inner backward pass of a reentrant checkpoint. The end of the inner pass
+        must not hide a later error in the outer pass.
+        """
+        for tensor in tensors_of(output):
+            if tensor.grad_fn is not None:
+                tensor.register_hook(lambda _: self._open())
 
     def arrive(self, reduction: Reduction, index: int, parameter: torch.Tensor) -> None:
         """Pack the gradient of `parameter`, clear `.grad`, and start the next reductions whose gradients are complete.
@@ -153,13 +167,16 @@ class Reductions:
         """
         check_dense(reduction.names[index], parameter.grad)
         assert parameter.grad is not None, "autograd has just accumulated the gradient"
-        if not self._is_open:
-            self._is_open = True
-            after_backward(self._close)
+        self._open()
         reduction.put(index, parameter.grad)
         parameter.grad = None
         while self._started < len(self.ordered) and self.ordered[self._started].is_complete:
             self._start()
+
+    def _open(self) -> None:
+        if not self._is_open:
+            self._is_open = True
+            after_backward(self._close)
 
     def _close(self) -> None:
         self._is_open = False
@@ -167,8 +184,10 @@ class Reductions:
     def _start(self) -> None:
         self.ordered[self._started].start()
         self._started += 1
-        for reduction in self.ordered[: self._started]:
-            if not reduction.cross(wait=False):
+        # NCCL requires the same order over all process groups on every rank, so the order must not depend on timing.
+        is_fixed = self.world.backend != "gloo"
+        for reduction in self.ordered[: self._started - is_fixed]:
+            if not reduction.cross(wait=is_fixed):
                 return
 
     def reduce(self) -> None:
@@ -219,3 +238,12 @@ class Reductions:
         counts = torch.tensor([*flags, any(each.has_late for each in self.ordered)], dtype=torch.int32)
         *used, late = (all_reduce_sum(self.world, counts.to(self.world.device)) > 0).tolist()
         return used, late
+
+
+def tensors_of(output: Any) -> Iterator[torch.Tensor]:
+    """Yield the tensors in a module's output, which may contain pytrees and dataclasses."""
+    for leaf in tree_leaves(output):
+        if torch.is_tensor(leaf):
+            yield leaf
+        elif is_dataclass(leaf):
+            yield from tensors_of([getattr(leaf, field.name) for field in fields(leaf)])
