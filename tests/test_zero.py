@@ -966,6 +966,33 @@ def test_batch_norm_weights_cannot_be_gathered_in_bfloat16() -> None:
     ShardedModel(model, World())
 
 
+def test_full_parameters_compute_in_float32() -> None:
+    model = nn.Sequential(nn.Linear(2, 2))
+    sharded = ShardedModel(model, World(), compute_dtype=torch.bfloat16)
+    assert model(torch.ones(1, 2)).dtype == torch.bfloat16
+    with sharded.full_parameters() as full:
+        assert full(torch.ones(1, 2)).dtype == torch.float32
+
+
+def test_a_checkpoint_after_a_forward_pass_without_a_backward_pass_contains_shards() -> None:
+    config, model = TrainConfig.model_validate({"strategy": "zero3"}), nn.Linear(2, 2)
+    strategy = make_strategy(config, model, World(), lambda m, x: (m(x).square().sum(), len(x)))
+    optimizer = strategy.setup_optimizer(torch.optim.SGD(model.parameters()))
+    out = model(torch.ones(1, 2))
+    saved = strategy.checkpoint_components(optimizer)["model"][0].state_dict()
+    assert [tensor.dim() for tensor in saved.values()] == [1, 1]
+    out.sum().backward()  # gathers the weights again
+
+
+def test_a_failed_gather_of_the_full_parameters_leaves_shards(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    sharded, show = ShardedModel(model, World()), Unit.show
+    monkeypatch.setattr(Unit, "show", lambda unit: show(unit) if unit is sharded.units[0] else 1 / 0)
+    with pytest.raises(ZeroDivisionError), sharded.full_parameters():
+        pass
+    assert [parameter.dim() for parameter in model.parameters()] == [1, 1, 1, 1]
+
+
 def test_fsdp_trains_equally_resumes_bitwise_and_is_resharded(
     lives: dict[Any, Any], lives_of_torch: dict[Any, Any]
 ) -> None:

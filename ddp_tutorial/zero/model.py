@@ -316,7 +316,7 @@ class ShardedModel:
             self._reach(unit)
             if self._entered is not None:
                 self._entered[unit] = None
-        if self.compute_dtype is None:
+        if self.compute_dtype is None or self._is_pinned:  # `show` keeps the master dtype
             return None
         return tree_map(self._cast, (args, named))
 
@@ -395,6 +395,12 @@ class ShardedModel:
         for unit in self.units:
             for name, parameter in unit.trained.items():
                 parameter.grad = gradients.get(name)
+
+    def _before_state_dict(self, *_: object) -> None:
+        """Free the units that a forward pass without a backward pass has left full."""
+        if not self._is_pinned and not is_in_backward():
+            for unit in self.units:
+                unit.release()
 
     # ----------------------------------------------------------------------------------------------- full parameters
 

@@ -156,7 +156,7 @@ class ModelState:
 
     def state_dict(self) -> State:
         """Return the parameters and the persistent buffers, by name."""
-        names = list(self.module.state_dict())  # first, because this call makes FSDP reshard after an evaluation
+        names = list(self.module.state_dict())  # first, because this call frees full parameters after an evaluation
         parameters = {name: self.of_whole(name, p.detach()) for name, p in self.module.named_parameters()}
         buffers = dict(self.module.named_buffers())
         return parameters | {name: buffers[name] for name in names if name in buffers}
