@@ -13,7 +13,7 @@ import subprocess
 import sys
 import threading
 import time
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from copy import deepcopy
 from pathlib import Path
 from tempfile import mkdtemp
@@ -490,6 +490,24 @@ def test_an_endless_answer_is_aborted_and_its_line_is_shown(monkeypatch, capsys)
     said = capsys.readouterr().out
     assert said.startswith("Not yet. Your answer has used 60 seconds of CPU time and has not returned")
     assert re.search(r"It was at File .*test_exercises.py\", line \d+: (while True|try|sum\(indices\))", said)
+    assert signal.getitimer(signal.ITIMER_VIRTUAL) == (0.0, 0.0)
+
+
+def test_an_endless_answer_that_catches_every_error_is_aborted(monkeypatch):
+    def shard(indices, rank, size):
+        with suppress(BaseException):  # like a bare `except`
+            while time.process_time() < deadline:
+                sum(indices)
+        while time.process_time() < deadline:
+            pass
+        return indices
+
+    monkeypatch.setattr(ddp_tutorial.exercises, "_SECONDS", 0.2)
+    monkeypatch.setattr(ddp_tutorial.exercises, "_AGAIN", 0.1)
+    deadline = time.process_time() + 10
+    right, said = EXERCISES["quickstart.shard_samples"].verdict(shard)
+    assert not right
+    assert said.startswith("Not yet. Your answer has used 60 seconds of CPU time and has not returned")
     assert signal.getitimer(signal.ITIMER_VIRTUAL) == (0.0, 0.0)
 
 
