@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
-from ddp_tutorial.exercises import Answer, Exercise, WrongAnswerError, expect, on_ranks
+from ddp_tutorial.exercises import Answer, Exercise, WrongAnswerError, counted, expect, on_ranks
 from ddp_tutorial.world import World
 
 # --------------------------------------------------------------------------------------------- 1. tensors of any length
@@ -131,13 +131,13 @@ def _run_transpose(world: World, answer: Answer) -> list[torch.Tensor | str]:
     The matrix entry in row i and column j is 10 i + j. After an error in torch, the last item is the error message.
     """
     results: list[torch.Tensor | str] = []
-    names = [name for name in _OTHERS if name not in {"all_to_all", "all_to_all_single", "isend", "irecv"}]
+    names = [*(name for name in _OTHERS if name != "all_to_all_single"), "send", "recv"]
     changed: dict[str, Any] = {name: partial(_not_this, "dist.all_to_all_single", name) for name in names}
     for rows in _ROWS:
         width = rows * world.size
         matrix = 10.0 * torch.arange(width)[:, None] + torch.arange(width)
         try:
-            with patch.multiple(dist, **changed):
+            with patch.multiple(dist, **changed), counted(["all_to_all_single"]) as called:
                 got = answer(world, matrix[rows * world.rank : rows * (world.rank + 1)].clone())
         except (RuntimeError, ValueError, IndexError) as error:
             if isinstance(error, NotImplementedError):
@@ -145,6 +145,7 @@ def _run_transpose(world: World, answer: Answer) -> list[torch.Tensor | str]:
             results.append(re.sub(r"^.*\.cpp:\d+\] ", "", str(error)).rstrip(" .\n"))
             break
         expect(isinstance(got, torch.Tensor), f"The result must be a tensor, got {got!r}.")
+        expect(len(called) == 1, f"Your answer must call dist.all_to_all_single once, got {len(called)} calls.")
         results.append(got)
     return results
 
@@ -214,6 +215,13 @@ def _own_block_only(world: World, rows: torch.Tensor) -> torch.Tensor:
     return transposed
 
 
+def _row_by_row(world: World, rows: torch.Tensor) -> torch.Tensor:
+    columns = [torch.empty_like(row) for row in rows]
+    for column, row in zip(columns, rows, strict=True):
+        dist.all_to_all_single(column, row.contiguous())
+    return torch.stack([column.view(world.size, -1) for column in columns], 2).transpose(0, 1).reshape(len(rows), -1)
+
+
 transpose = Exercise(
     task=(
         "transpose(world, rows): every rank has the same number of consecutive rows of a square matrix. Return the "
@@ -227,6 +235,7 @@ transpose = Exercise(
         "puts the received blocks below each other": _blocks_below_each_other,
         "gathers the full matrix on every rank": _gathers_the_matrix,
         "transposes its own block and sends nothing": _own_block_only,
+        "sends each row separately": _row_by_row,
     },
     hints=(
         "Split the rows into one square block per rank. Which rank needs which block?",
