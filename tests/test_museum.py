@@ -14,6 +14,7 @@ from ddp_tutorial.museum.correct import CORRECT
 from ddp_tutorial.museum.invariants import applying
 from ddp_tutorial.museum.issues import ISSUES
 from ddp_tutorial.museum.parts import Exhibit, Program
+from ddp_tutorial.museum.stage import CutError, Outcome, _counted, cut_in_write
 from ddp_tutorial.world import World
 
 VARIANTS = [(exhibit, variant) for exhibit in MUSEUM for variant in exhibit.variants]
@@ -110,6 +111,16 @@ def test_equal_nan_is_no_alarm_and_a_missing_result_is_one() -> None:
     assert not alarms(found, diverges)
     missing = "killed during write 1: weights: the resumed run does not return this value"
     assert alarms(found, takes_any_file_for_a_finished_run) == {"cuts": missing}
+
+
+@pytest.mark.parametrize("is_open", [False, True], ids=["path", "open file"])
+def test_a_kill_during_a_write_leaves_half_of_the_file(is_open: bool, tmp_path: Path) -> None:
+    torch.save(torch.ones(1000), tmp_path / "whole.pt")
+    outcome, path = Outcome(), tmp_path / "half.pt"
+    with _counted(outcome), cut_in_write(1)(outcome), path.open("wb") as file, pytest.raises(CutError):
+        torch.save(torch.ones(1000), file if is_open else path)
+    assert 0.4 < path.stat().st_size / (tmp_path / "whole.pt").stat().st_size < 0.6
+    assert outcome.saves == []
 
 
 def test_files_of_programs_are_removed_even_if_a_rank_dies(tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ quickly, and does not affect the next run.
 
 import io
 import itertools
+import os
 import signal
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -211,7 +212,11 @@ def cut_in_write(number: int) -> Around:
             whole = io.BytesIO()
             counted(obj, whole, *args, **options)
             outcome.saves.pop()
-            Path(f).write_bytes(whole.getvalue()[: len(whole.getvalue()) // 2])
+            half = whole.getvalue()[: len(whole.getvalue()) // 2]
+            if isinstance(f, (str, os.PathLike)):
+                Path(f).write_bytes(half)
+            else:  # an open file
+                f.write(half)
             raise CutError(f"killed while writing file {number}")
 
         with patch.object(torch, "save", save):
