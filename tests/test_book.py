@@ -266,6 +266,12 @@ def test_settings_and_commands_for_users_of_other_trainers_are_valid() -> None:
     assert len(commands) > 8
 
 
+def test_the_user_guide_lists_every_command() -> None:
+    table = (BOOK / "user_guide.md").read_text(encoding="utf-8").partition("## All commands")[2]
+    cells = re.findall(r"^\| (`.+?`) \|", table, re.MULTILINE)
+    assert {name for cell in cells for name in re.findall(r"`([\w-]+)`", cell)} == set(main_command.commands)
+
+
 def test_documented_configs_and_settings_are_valid() -> None:
     trained = [words[words.index("train") + 1 :] for words in documented_commands() if "train" in words]
     assert len(trained) > 10
