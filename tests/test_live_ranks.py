@@ -315,6 +315,24 @@ def test_the_ranks_have_a_group_after_an_interrupted_restart(ranks):
     assert are_together(ranks)
 
 
+def test_ranks_that_could_not_be_started_can_be_restarted(ranks):
+    start, pids = ranks._place.start, []
+
+    def start_one(workers, *settings):
+        start(workers[:1], *settings)
+        pids.append(workers[0].process.pid)
+        raise OSError("out of processes")
+
+    with mock.patch.object(ranks._place, "start", start_one), pytest.raises(OSError, match="out of processes"):
+        ranks.restart(everything=True)
+    assert [each["state"] for each in ranks.status()] == ["could not be started"] * 2
+    with pytest.raises(RankError, match="rank 0 is dead: the process could not be started"):
+        ranks.execute("1")
+    assert ranks.restart() == [0, 1]
+    assert are_together(ranks)
+    assert gone(pids)
+
+
 def test_a_rank_may_exit_while_a_request_is_sent_to_it(ranks):
     """The pool then closes the pipe of a request that it has not written yet."""
     worker = ranks._workers[1]

@@ -63,6 +63,7 @@ class Controller:
     # ---------------------------------------------------------------------------------------------------- starting
 
     def _start(self, workers: Sequence[WorkerHandle]) -> None:
+        """Start the workers' processes. If a process cannot be started, all these workers count as dead."""
         settings = {
             "threads": self.threads,
             "device": self.device,
@@ -71,9 +72,17 @@ class Controller:
             "sources": cell_sources(),
             "logs": current_logging(),
         }
-        self._place.start(workers, settings, {MARK: self._mark})
-        for each in workers:
-            each.register(self._selector)
+        try:
+            self._place.start(workers, settings, {MARK: self._mark})
+            for each in workers:
+                each.register(self._selector)
+        except BaseException:
+            for each in workers:
+                if each.process:
+                    each.process.kill()
+                each.close(self._selector)
+                each.death = "could not be started"
+            raise
 
     def _wait_until_started(self) -> None:
         """Wait until all processes have started, then form a process group.

@@ -223,7 +223,7 @@ class Ranks(Controller):
     def restart(self, *, everything: bool | None = None) -> list[int]:
         """Restart the dead ranks, or all ranks if no rank is dead, and form a new process group.
 
-        The other ranks keep their variables.
+        The other ranks keep their variables. If a process cannot be started, a second call starts it again.
 
         Args:
             everything: True restarts all ranks; False restarts only dead ranks.
@@ -246,7 +246,7 @@ class Ranks(Controller):
             self._place.check(ranks)
             for each in replaced:
                 each.close(self._selector)
-            terminate_all([each.process for each in replaced], self._mark if everything else "")
+            terminate_all([each.process for each in replaced if each.process], self._mark if everything else "")
             fresh = [WorkerHandle(rank) for rank in ranks]
             for each in fresh:
                 self._workers[each.rank] = each
