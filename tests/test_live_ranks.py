@@ -333,6 +333,18 @@ def test_ranks_that_could_not_be_started_can_be_restarted(ranks):
     assert gone(pids)
 
 
+def test_an_error_outside_of_a_collective_keeps_the_group_even_after_a_restart(ranks):
+    ranks.restart(everything=True)
+    assert are_together(ranks)
+    os.kill(ranks.status()[1]["pid"], signal.SIGKILL)
+    assert wait_until(lambda: ranks.status()[1]["state"] == "was killed by SIGKILL")
+    assert ranks.restart() == [1]
+    assert are_together(ranks)
+    with pytest.raises(RankError, match="ZeroDivisionError") as caught:
+        ranks.execute("1 / 0")
+    assert "process group" not in str(caught.value)
+
+
 def test_a_rank_may_exit_while_a_request_is_sent_to_it(ranks):
     """The pool then closes the pipe of a request that it has not written yet."""
     worker = ranks._workers[1]

@@ -341,8 +341,9 @@ class Controller:
         if any(each.was_woken or (each.failure and each.failure.in_collective) for each in workers):
             return False
         found = [each for each in self._ask("snapshot", ANSWER_SECONDS).values() if isinstance(each, Snapshot)]
-        same = all(each.progress == found[0].progress for each in found)
-        return len(found) == self.n and same and not any(each.waits for each in found)
+        # The keys number the groups of one process, so a restarted rank has different keys.
+        steps = {tuple(each.progress.values()) for each in found}
+        return len(found) == self.n and len(steps) == 1 and not any(each.waits for each in found)
 
     def _statuses(self) -> dict[int, RankStatus | None]:
         answers = self._ask("status", BUSY_SECONDS + ANSWER_SECONDS)
