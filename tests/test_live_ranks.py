@@ -274,6 +274,7 @@ def test_unsupported_actions_are_rejected_with_an_explanation(ranks):
         (lambda: Ranks(0), "'n' must be a positive integer such as 2, got 0"),
         (lambda: Ranks(2, threads=0), "'threads' must be .*got 0"),
         (lambda: Ranks(2, wait_timeout=0), "'wait_timeout' must be .*got 0"),
+        (lambda: Ranks(2, collective_timeout=math.inf), "'collective_timeout' must be .*got inf"),
         (lambda: ranks.execute("1", on=[2]), "rank must be between 0 and 1, got 2"),
     ):
         with pytest.raises(ConfigError, match=words):

@@ -14,6 +14,7 @@ rank has its own pipes, the rendezvous store listens on the loopback interface, 
 """
 
 import atexit
+import math
 import pickle
 import weakref
 from collections.abc import Callable, Iterable
@@ -92,8 +93,11 @@ class Ranks(Controller):
             raise ConfigError(
                 f"'threads' must be a positive integer, or None to divide the cores evenly, got {threads!r}"
             )
-        for name, seconds in (("wait_timeout", wait_timeout), ("collective_timeout", collective_timeout)):
-            if not seconds > 0:
+        for name, seconds, is_valid in (
+            ("wait_timeout", wait_timeout, wait_timeout > 0),
+            ("collective_timeout", collective_timeout, 0 < collective_timeout < math.inf),
+        ):
+            if not is_valid:
                 raise ConfigError(f"'{name}' must be a positive number of seconds, got {seconds!r}")
         place: Backend = LocalBackend(n) if cluster is None else ClusterBackend(n, cluster)
         if cluster is not None and device == "cuda":
