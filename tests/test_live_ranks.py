@@ -603,6 +603,7 @@ def magics():
         ("restart 1", "restart: unrecognized arguments: 1"),
         ("stop 1", "stop: unrecognized arguments: 1"),
         ("put known unknown", "this notebook has no variable 'unknown'"),
+        ("put 'known", "%ranks put 'known: the quotation marks must be closed"),
     ],
 )
 def test_a_rejected_command_changes_nothing(magics, line, said):
@@ -611,6 +612,16 @@ def test_a_rejected_command_changes_nothing(magics, line, said):
         magics.ranks(line)
     assert pool.mock_calls == []
     assert magics.pool is pool
+    assert magics.steps == []
+
+
+def test_put_assigns_all_variables_or_none(magics, ranks):
+    ranks.execute("known = 0")
+    magics.pool = ranks
+    magics.notebook.user_ns["lock"] = threading.Lock()
+    with pytest.raises(TypeError, match="lock"):
+        magics.ranks("put known lock")
+    assert ranks.get("known") == [0, 0]
     assert magics.steps == []
 
 

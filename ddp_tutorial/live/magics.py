@@ -74,7 +74,10 @@ class RankMagics(Magics):
         """
         if cell is not None:
             return self._cell(line, cell)
-        command, *arguments = shlex.split(line) or [""]
+        try:
+            command, *arguments = shlex.split(line) or [""]
+        except ValueError:
+            raise MagicError(f"%ranks {line}: the quotation marks must be closed") from None
         if command not in COMMANDS:
             raise MagicError(
                 f"the %ranks command must be one of {', '.join(COMMANDS)}, got {command!r}."
@@ -159,10 +162,9 @@ class RankMagics(Magics):
         for name in names:
             if name not in variables:
                 raise MagicError(f"%ranks put {name}: this notebook has no variable {name!r}")
-        for name in names:
-            value = variables[name]
-            self._alive().put(**{name: value})
-            self.steps.append(assignment_step(name, value))
+        values = {name: variables[name] for name in names}
+        self._alive().put(**values)
+        self.steps += [assignment_step(name, value) for name, value in values.items()]
 
     def rate(self, arguments: Sequence[str]) -> None:
         """Set the rate of the links between nodes."""
