@@ -474,6 +474,17 @@ def test_an_exception_that_is_not_an_exception_subclass_is_named(kind: type[Base
     assert 'raise kind("by hand")' in error.traceback
 
 
+def test_an_exception_whose_message_cannot_be_shown_is_named() -> None:
+    class BrokenError(Exception):
+        def __str__(self) -> str:
+            raise KeyError
+
+    def fail() -> None:
+        raise BrokenError
+
+    assert fail_on_rank_1(fail).reason.startswith("raised BrokenError: its message cannot be shown")
+
+
 @pytest.mark.spawned
 def test_a_crash_in_native_code_leaves_a_stack_in_the_log():
     with pytest.raises(RankError, match="rank 0 was killed by SIGSEGV") as caught:

@@ -346,6 +346,16 @@ def test_an_error_outside_of_a_collective_keeps_the_group_even_after_a_restart(r
     assert "process group" not in str(caught.value)
 
 
+def test_an_exception_whose_message_cannot_be_shown_is_reported(ranks):
+    ranks.execute("class Broken(Exception):\n    def __str__(self):\n        raise KeyError")
+    for raised in (ranks.execute, lambda code: ranks.execute(code, on=[1])):
+        with pytest.raises(
+            RankError, match=r"rank \d raised Broken: its message cannot be shown, because __str__ raised KeyError"
+        ):
+            raised("raise Broken")
+    assert are_together(ranks)
+
+
 def test_a_rank_may_exit_while_a_request_is_sent_to_it(ranks):
     """The pool then closes the pipe of a request that it has not written yet."""
     worker = ranks._workers[1]

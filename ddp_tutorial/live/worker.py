@@ -266,11 +266,12 @@ def _failure(error: BaseException) -> Failure:
     places = [(frame.f_code.co_filename, line) for frame, line in traceback.walk_tb(error.__traceback__)]
     users = [place for place in places if not place[0].startswith(_LIBRARIES) and place[0] != __file__]
     line = 'File "{}", line {}'.format(*users[-1]) if users else ""
-    message = str(error).lower()
+    raised = Raised.of(error)
+    message = raised.message.lower()
     in_collective = isinstance(error, RuntimeError) and (
         places[-1][0].startswith(_DISTRIBUTED)
-        or lost_connection(error)
+        or lost_connection(message)
         or any(word in message for word in _GLOO_MESSAGES)
     )
     trace = user_traceback(error, __file__, ast.__file__)
-    return Failure(Raised.of(error), trace, time.monotonic(), line, in_collective)
+    return Failure(raised, trace, time.monotonic(), line, in_collective)

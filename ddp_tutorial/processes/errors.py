@@ -36,8 +36,15 @@ class Raised:
 
     @classmethod
     def of(cls, error: BaseException) -> "Raised":
-        """Return the plain-text copy of `error`."""
-        return cls(tuple(map(_full_name, type(error).__mro__)), str(error))
+        """Return the plain-text copy of `error`.
+
+        If the exception's own `__str__` raises an exception, the message describes that exception.
+        """
+        try:
+            message = str(error)
+        except Exception as failed:
+            message = f"its message cannot be shown, because __str__ raised {type(failed).__name__}"
+        return cls(tuple(map(_full_name, type(error).__mro__)), message)
 
     def is_a(self, kind: type[BaseException]) -> bool:
         """Return whether the exception is an instance of `kind`, as `isinstance` would report on the rank."""
