@@ -61,6 +61,7 @@ __all__ = [
     "tree_map",
     "tree_unflatten",
     "uncompiled",
+    "used_groups",
     "worker_processes",
 ]
 
@@ -209,6 +210,23 @@ def group_ranks() -> dict[str, list[int]]:
     world = dist.distributed_c10d._world
     names = dict(world.pg_names)  # a copy, because a different thread may be creating a group
     return {name: sorted(world.pg_group_ranks[group]) for group, name in names.items() if group in world.pg_group_ranks}
+
+
+def used_groups() -> set[str]:
+    """Return the names of the process groups in which this rank may have entered a collective.
+
+    Neither the list of groups nor the number of collectives is public. Fallback: return the names of all groups, as
+    for backends that do not count their collectives.
+    """
+    used: set[str] = set()
+    for group, name in dict(dist.distributed_c10d._world.pg_names).items():
+        backends: list[Any] = [group._get_backend(device) for device in group._device_types]  # the stubs lack a method
+        try:
+            if any(each._get_sequence_number_for_group() for each in backends):
+                used.add(name)
+        except RuntimeError:
+            used.add(name)
+    return used
 
 
 def abort_process_group() -> None:

@@ -137,6 +137,13 @@ def test_group_ranks_omits_a_group_that_a_different_thread_is_creating(group: di
         assert list(compat.group_ranks()) == [dist.group.WORLD.group_name]
 
 
+def test_used_groups_omits_a_group_without_a_collective(group: dist.Store) -> None:
+    other = dist.new_group([0])
+    assert compat.used_groups() == set()
+    dist.barrier(other)
+    assert compat.used_groups() == {other.group_name}
+
+
 def test_an_aborted_process_group_is_destroyed(group: dist.Store) -> None:
     compat.abort_process_group()
     assert not dist.is_initialized()

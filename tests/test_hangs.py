@@ -25,7 +25,7 @@ from ddp_tutorial.debug.hangs import Diagnosis, RankStatus, diagnose
 from ddp_tutorial.debug.recorder import Call, Line, calls
 from ddp_tutorial.processes.errors import RankError, RankTimeoutError
 from ddp_tutorial.processes.launcher import launch
-from ddp_tutorial.world import World
+from ddp_tutorial.world import World, process_group
 from ranks import TORCHRUN, wait_until
 
 # ----------------------------------------------------------------------------------------- the verdict, without ranks
@@ -394,6 +394,23 @@ def test_a_program_may_leave_its_group_while_it_is_watched(capfd: pytest.Capture
     assert "Traceback" not in "".join(capfd.readouterr())
 
 
+def hangs_in_its_second_group(world: World) -> None:
+    dist.all_reduce(torch.ones(3))
+    dist.destroy_process_group()
+    with process_group(world), watching(world, SECONDS):
+        calls()
+        if world.is_main:
+            dist.all_reduce(torch.ones(3))
+        time.sleep(60)
+
+
+def test_a_hang_is_reported_even_if_a_former_group_has_the_same_collective() -> None:
+    with pytest.raises(RankError) as caught:
+        launch(hangs_in_its_second_group, 2, device="cpu", echo=False, timeout=120)
+    assert caught.value.is_a(CollectiveError), caught.value
+    assert "not all ranks have entered the collective" in caught.value.message
+
+
 def in_a_pair(world: World) -> None:
     pair = dist.new_group([0, 1])
     with watching(world, SECONDS):
@@ -465,6 +482,25 @@ def test_the_recorder_reports_the_same_calls_on_all_ranks() -> None:
     assert (second.number, second.what, second.dtypes) == (2, "broadcast [2, 2]", ("Double",))
     assert [call.lines[0].function for call in (first, second)] == ["recorded"] * 2
     assert second.lines[0].number == first.lines[0].number + 1
+
+
+def calls_of_two_worlds(world: World) -> list[list[str]]:
+    found = []
+    for size in (1, 2):
+        with process_group(world):  # the first time, the group of `launch`
+            pair = dist.new_group([0, 1])
+            dist.all_reduce(torch.ones(size), group=pair)
+            recorder.ignore_former_groups()
+            dist.all_reduce(torch.ones(10 * size))  # the first collective in the default group
+            found.append([call.what for call in calls()])
+        if dist.is_initialized():
+            dist.destroy_process_group()
+    return found
+
+
+def test_only_former_groups_are_ignored() -> None:
+    expected = [["all_reduce [1]", "all_reduce [10]"], ["all_reduce [2]", "all_reduce [20]"]]
+    assert launch(calls_of_two_worlds, 2, device="cpu", echo=False, timeout=300) == [expected] * 2
 
 
 def test_a_nonpositive_time_is_rejected() -> None:

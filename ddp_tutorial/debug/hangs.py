@@ -28,7 +28,7 @@ from pydantic import TypeAdapter
 
 from ddp_tutorial.compat import default_store, group_ranks
 from ddp_tutorial.config import FailedError
-from ddp_tutorial.debug.recorder import Call, Line, calls, current_lines, progress
+from ddp_tutorial.debug.recorder import Call, Line, calls, current_lines, ignore_former_groups, progress
 from ddp_tutorial.processes.errors import lost_connection
 from ddp_tutorial.processes.rank import exit_with
 from ddp_tutorial.world import World, require_group
@@ -153,6 +153,7 @@ def watching(world: World, seconds: float = 30.0) -> Iterator["Watch"]:
     if world.size == 1:
         yield watch
         return
+    ignore_former_groups()
     watch.start()
     try:
         yield watch

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ddp_tutorial.compat import flight_record
+from ddp_tutorial.compat import flight_record, used_groups
 from ddp_tutorial.processes import rank as rank_module
 
 _TORCH = str(Path(torch.__file__).parent)
@@ -94,10 +94,20 @@ def progress() -> dict[str, tuple[int, int]]:
     return seen
 
 
-def ignore_current_groups() -> None:
-    """Exclude the current process groups from all later results, because new groups may have the same names."""
+def ignore_former_groups() -> None:
+    """Exclude process groups that no longer exist from all later results. Requires a process group.
+
+    PyTorch gives a new group the same name as a former group, but a higher ID.
+    """
     global _oldest
-    _oldest = max(map(int, progress()), default=_oldest - 1) + 1
+    names = {
+        entry["pg_id"]: entry["process_group"][0]
+        for entry in flight_record(stacks=False).get("entries", [])
+        if not entry["is_p2p"]
+    }
+    latest = {name: number for number, name in sorted(names.items())}
+    current = {latest[name] for name in used_groups() if name in latest}
+    _oldest = max(names.keys() - current, default=_oldest - 1) + 1
 
 
 def current_lines(thread: int | None = None) -> tuple[Line, ...]:

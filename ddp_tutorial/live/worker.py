@@ -30,7 +30,7 @@ import torch.distributed as dist
 
 from ddp_tutorial.compat import group_ranks, inspection_text
 from ddp_tutorial.debug.hangs import RankStatus, uses_cpu
-from ddp_tutorial.debug.recorder import Call, calls, current_lines, ignore_current_groups, progress
+from ddp_tutorial.debug.recorder import Call, calls, current_lines, ignore_former_groups, progress
 from ddp_tutorial.live import display
 from ddp_tutorial.live.messages import Failure, MimeBundle, Receiver, Snapshot, WorkerSpec
 from ddp_tutorial.processes.errors import Raised, lost_connection
@@ -126,12 +126,12 @@ class Worker:
         os.environ["MASTER_PORT"] = str(port)
         self.group = process_group(self.world)
         self.group.__enter__()
+        if self.world.size > 1:
+            ignore_former_groups()
 
     def do_leave(self) -> None:
         """Leave the process group, even during a collective. Ranks that wait for this rank receive an error."""
         group, self.group = self.group, None
-        if dist.is_initialized():
-            ignore_current_groups()
         if group is not None:
             with suppress(RuntimeError):
                 group.__exit__(None, None, None)
