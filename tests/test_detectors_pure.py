@@ -139,8 +139,14 @@ def test_a_lazily_conjugated_input_is_hashed() -> None:
     assert rows_hashed((numbers,)).tolist() == rows_hashed((numbers.resolve_conj(),)).tolist()
 
 
-def test_a_complex_model_is_checked() -> None:
-    model = nn.Linear(2, 1, dtype=torch.complex64)
+class ConjugatedLinear(nn.Linear):
+    def forward(self, rows: torch.Tensor) -> torch.Tensor:
+        return rows @ self.weight.conj().t()  # PyTorch conjugates the gradient lazily
+
+
+@pytest.mark.parametrize("kind", [nn.Linear, ConjugatedLinear])
+def test_a_complex_model_is_checked(kind: type[nn.Linear]) -> None:
+    model = kind(2, 1, bias=False, dtype=torch.complex64)
     optimizer = torch.optim.SGD(model.parameters(), 1e-4)
     with checking(World(), model, optimizer) as checks:
         for _ in range(4):

@@ -118,7 +118,7 @@ class Program:
         """
         found = [p.grad for group in self.optimizer.param_groups for p in group["params"] if p.grad is not None]
         values = [sparse_values(each) if each.is_sparse else each for each in found]
-        return [torch.view_as_real(each) if each.is_complex() else each for each in values]
+        return [torch.view_as_real(each.resolve_conj()) if each.is_complex() else each for each in values]
 
     def named_gradients(self) -> list[str]:
         """Return the names of the parameters that have a gradient."""
