@@ -227,7 +227,8 @@ def process_group(world: World) -> Iterator[World]:
         try:
             yield world
         except BaseException as error:
-            abandon_group(world)
+            if dist.is_initialized():  # the block may have destroyed the group
+                abandon_group(world)
             hosts.raise_if_lost(error, peers, world.rank)
             raise
         if dist.is_initialized():  # the control thread of a live rank may have aborted the group

@@ -312,6 +312,16 @@ def test_a_rank_that_fails_does_not_wait_for_its_nccl_work(monkeypatch):
     assert done == [joined, "destroy_process_group", joined, "abort", joined, "destroy_process_group"]
 
 
+def test_an_error_after_the_block_has_destroyed_the_group_is_raised_unchanged(monkeypatch):
+    groups = []
+    monkeypatch.setattr(dist, "init_process_group", lambda **_: groups.append("a group"))
+    monkeypatch.setattr(dist, "is_initialized", lambda: bool(groups))
+    monkeypatch.setattr(dist, "destroy_process_group", groups.pop)
+    with pytest.raises(KeyError), process_group(World(1, 2, 1, 2)):  # noqa: PT012
+        dist.destroy_process_group()
+        raise KeyError
+
+
 def test_only_rank_0_is_main():
     assert [World(rank, 3, rank, 3).is_main for rank in range(3)] == [True, False, False]
 
