@@ -299,11 +299,12 @@ def test_a_rank_never_uses_the_store_of_an_earlier_job(workdir: Path) -> None:
         assert next(hosting)[0].port == waiting.result(timeout=300)[0].port != stale.port
 
 
-def test_a_rendezvous_folder_that_others_may_enter_is_rejected(workdir: Path) -> None:
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_rendezvous_folder_that_others_may_enter_is_rejected(workdir: Path, rank: int) -> None:
     rendezvous.FOLDER.mkdir(parents=True)
     rendezvous.FOLDER.chmod(0o755)
     with pytest.raises(ConfigError, match="must belong to the job's user and be inaccessible to other users"):
-        next(meet(STEP, rank=0))
+        next(meet(STEP, rank))
 
 
 # ------------------------------------------------------------------------------------------------------ a real Slurm

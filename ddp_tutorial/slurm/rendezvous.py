@@ -63,12 +63,17 @@ def _published(path: Path, meeting: dict[str, Any]) -> Iterator[None]:
 
 
 def _connect(path: Path, timeout: timedelta) -> dist.Store:
-    """Connect to the store whose address rank 0 writes to `path`. Raise `RuntimeError` after `timeout`."""
+    """Connect to the store whose address rank 0 writes to `path`.
+
+    Raises:
+        ConfigError: If another user owns the folder or may access it.
+        RuntimeError: If rank 0 does not write the file within `timeout`.
+    """
     deadline = time.monotonic() + timeout.total_seconds()
     while time.monotonic() < deadline:
-        with suppress(OSError, ValueError, RuntimeError):  # there is no file yet, or only an earlier job's file
-            meeting = json.loads(path.read_text())
+        with suppress(OSError, RuntimeError, json.JSONDecodeError):  # no file yet, or only an earlier job's file
             _require_private(path.parent)
+            meeting = json.loads(path.read_text())
             store = dist.TCPStore(meeting["host"], meeting["port"], is_master=False, timeout=_CONNECT_TIMEOUT)
             if store.get("nonce").decode() == meeting["nonce"]:
                 store.set_timeout(timeout)
