@@ -723,6 +723,17 @@ def test_a_failure_states_only_what_the_other_ranks_did(two: Cluster) -> None:
         two.launch(return_or, "raise", ranks_per_node=0)
 
 
+def print_without_a_newline(world: World) -> None:
+    print("no newline", end="")
+    raise KeyError("no such thing")
+
+
+def test_the_log_of_a_rank_includes_a_last_line_without_a_newline(two: Cluster) -> None:
+    with pytest.raises(RankError) as caught:
+        two.launch(print_without_a_newline, nodes=1)
+    assert caught.value.log == "no newline"
+
+
 def raise_while_rank_0_sleeps(world: World) -> None:
     if world.rank == 1:
         raise KeyError("no such thing")

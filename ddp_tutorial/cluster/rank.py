@@ -45,4 +45,6 @@ def call_here(call: int, result: int) -> None:
     except BaseException as error:
         outcome = "raised", Raised.of(error)
     os.pwrite(result, pickle.dumps(outcome), len(UP))
+    for stream in (sys.stdout, sys.stderr):
+        stream.flush()
     os._exit(int(outcome[0] == "raised"))
