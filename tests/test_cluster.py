@@ -97,6 +97,13 @@ def test_an_invalid_rate_is_reported_in_one_line_with_an_example(rate: str) -> N
     assert "\n" not in str(told.value)
 
 
+def test_a_cluster_that_is_not_running_keeps_its_rate() -> None:
+    cluster = Cluster(2, "1gbit")
+    with pytest.raises(RuntimeError, match="the cluster is not running"):
+        cluster.set_rate("100mbit")
+    assert cluster.rate == "1gbit"
+
+
 @pytest.mark.parametrize(("delay", "seconds"), [("0.5ms", 5e-4), ("20us", 2e-5), ("1 S", 1.0), ("50ms", 0.05)])
 def test_a_delay_is_a_number_with_a_unit(delay: str, seconds: float) -> None:
     assert parse_delay(delay) == pytest.approx(seconds)
@@ -721,6 +728,8 @@ def test_a_failure_states_only_what_the_other_ranks_did(two: Cluster) -> None:
     assert caught.value.others == "", "rank 0 has returned a string whose pickle contains a quotation mark"
     with pytest.raises(ConfigError, match="'ranks_per_node' must be a positive integer, got 0"):
         two.launch(return_or, "raise", ranks_per_node=0)
+    with pytest.raises(ConfigError, match="'nodes' must be between 1 and 2, got 0"):
+        two.launch(return_or, "raise", nodes=0)
 
 
 def print_without_a_newline(world: World) -> None:

@@ -237,11 +237,12 @@ class Cluster:
                 unplug a cable.
 
         Raises:
+            ConfigError: If `nodes` or `ranks_per_node` is out of range.
             RankError: If a rank failed. The other ranks are killed after a short grace period.
             RankTimeoutError: If the ranks did not return within `timeout`.
         """
-        if nodes is not None:
-            self._check(nodes - 1)
+        if nodes is not None and not (isinstance(nodes, int) and 1 <= nodes <= len(self)):
+            raise ConfigError(f"'nodes' must be between 1 and {len(self)}, got {nodes!r}")
         if ranks_per_node < 1:
             raise ConfigError(f"'ranks_per_node' must be a positive integer, got {ranks_per_node!r}")
         size = (nodes or len(self)) * ranks_per_node
@@ -319,7 +320,7 @@ class Cluster:
         before, self.rate = self.rate, rate  # the server sets the rate even if an interrupt arrives before its reply
         try:
             self._box.ask("set_rate", rate)
-        except ConfigError:
+        except Exception:
             self.rate = before
             raise
 
