@@ -247,7 +247,7 @@ def forward_sync_buffers(*, enabled: bool) -> dict[str, Any]:
     return {"forward_sync_buffers" if "forward_sync_buffers" in parameters else "broadcast_buffers": enabled}
 
 
-def flight_record(*, entries: bool = True, stacks: bool = True, only_active: bool = False) -> dict[str, Any]:
+def flight_record(*, entries: bool = True, stacks: bool = True) -> dict[str, Any]:
     """Return this process's record from PyTorch's flight recorder. Requires a process group.
 
     The public API provides the record only as a file, which PyTorch writes when an NCCL collective times out. Fallback:
@@ -256,14 +256,13 @@ def flight_record(*, entries: bool = True, stacks: bool = True, only_active: boo
     Args:
         entries: Whether to include the most recent collectives, under the key "entries".
         stacks: Whether to include the Python stack of each collective.
-        only_active: Whether to omit completed collectives. With gloo, the option has no effect.
 
     Returns:
         The record as a dict. "pg_status" contains the last collective of each process group.
     """
     name = "_dump_nccl_trace" if dist.get_backend() == "nccl" else "_dump_fr_trace"
     dump = getattr(torch._C._distributed_c10d, name)
-    record: dict[str, Any] = pickle.loads(dump(entries, entries and stacks, only_active))
+    record: dict[str, Any] = pickle.loads(dump(entries, entries and stacks, False))
     return record
 
 

@@ -79,7 +79,8 @@ def progress() -> dict[str, tuple[int, int]]:
     """Return the sequence numbers of each group's last entered collective and last completed collective.
 
     A group's first NCCL collective connects the ranks, and PyTorch enqueues the collective only after all ranks have
-    entered it. If a group has no enqueued collective, this function therefore also reads the active collectives.
+    entered it. For a group without an enqueued collective, this function therefore also reads the recorder's entries,
+    which takes up to 40 ms. The entry of a connecting collective is not among those that PyTorch calls active.
     """
     seen = {
         str(group): (each["last_enqueued_collective"], each["last_completed_collective"])
@@ -87,7 +88,7 @@ def progress() -> dict[str, tuple[int, int]]:
         if int(group) >= _oldest
     }
     if dist.get_backend() == "nccl" and any(entered == -1 for entered, _ in seen.values()):
-        for entry in flight_record(stacks=False, only_active=True).get("entries", []):
+        for entry in flight_record(stacks=False).get("entries", []):
             group = str(entry["pg_id"])
             if group in seen and not entry["is_p2p"] and not entry["retired"]:
                 seen[group] = max(seen[group][0], entry["collective_seq_id"]), seen[group][1]
