@@ -505,29 +505,28 @@ def test_the_loss_draws_the_same_numbers_on_the_first_and_the_last_stage() -> No
     assert [float(part["loss"][0]) for part in runner.run([torch.ones(2, 3)] * 2)] == pytest.approx([0, 0], abs=1e-9)
 
 
+def assert_two_stages_compute_the_gradients(model: nn.Sequential, second: str) -> None:
+    """Compare the gradients of two stages, of which the second begins at module `second`, with those of the model."""
+    runner = StageRunner(interleaved(1, 1, 2), dict(enumerate(split_into_stages(model, [second]))), output_squares)
+    runner.run([torch.ones(2, 3)])
+    gradients = [parameter.grad for parameter in model.parameters()]
+    model.zero_grad()
+    output_squares(model, torch.ones(2, 3))[0].backward()
+    for parameter, gradient in zip(model.parameters(), gradients, strict=True):
+        torch.testing.assert_close(gradient, parameter.grad, **CLOSE)
+
+
 def test_a_module_that_occurs_twice_is_called_twice() -> None:
     torch.manual_seed(0)
     relu, layer = nn.ReLU(), nn.Linear(3, 3)
     model = nn.Sequential(layer, relu, nn.Linear(3, 3), relu, layer, nn.Linear(3, 2))
     assert list(chain_of(model).values()) == list(model)
-    runner = StageRunner(interleaved(1, 1, 2), dict(enumerate(split_into_stages(model, ["2"]))), output_squares)
-    runner.run([torch.ones(2, 3)])
-    gradients = [parameter.grad for parameter in model.parameters()]
-    model.zero_grad()
-    output_squares(model, torch.ones(2, 3))[0].backward()
-    for parameter, gradient in zip(model.parameters(), gradients, strict=True):
-        torch.testing.assert_close(gradient, parameter.grad, **CLOSE)
+    assert_two_stages_compute_the_gradients(model, "2")
 
 
 def test_a_stage_may_change_its_input_in_place() -> None:
     model = nn.Sequential(nn.Linear(3, 4), nn.ReLU(inplace=True), nn.Linear(4, 2))
-    runner = StageRunner(interleaved(1, 1, 2), dict(enumerate(split_into_stages(model, ["1"]))), output_squares)
-    runner.run([torch.ones(2, 3)])
-    gradients = [parameter.grad for parameter in model.parameters()]
-    model.zero_grad()
-    output_squares(model, torch.ones(2, 3))[0].backward()
-    for parameter, gradient in zip(model.parameters(), gradients, strict=True):
-        torch.testing.assert_close(gradient, parameter.grad, **CLOSE)
+    assert_two_stages_compute_the_gradients(model, "1")
     assert set(module_seconds(model, output_squares, torch.ones(2, 3))) == {"0", "1", "2"}
 
 
