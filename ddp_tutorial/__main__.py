@@ -21,7 +21,7 @@ from ddp_tutorial.config import ConfigError, FailedError
 from ddp_tutorial.processes.errors import RankError
 from ddp_tutorial.processes.signals import StoppedError, exit_code
 
-# Errors of the operating system that are not bugs: no permission, a full or broken disk, or an unsuitable path.
+# Operating system errors that are not bugs: missing permissions, a full or broken disk, or an unsuitable path.
 _NOT_BUGS = {errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOSPC, errno.EDQUOT, errno.EIO}
 _NOT_BUGS |= {errno.ENOTDIR, errno.EISDIR, errno.ENAMETOOLONG}
 
@@ -63,7 +63,7 @@ for command in (
 
 
 def main() -> None:
-    """Run a command, and print an error that is not a bug as a single message without a traceback."""
+    """Run a command, and report expected errors without a traceback."""
     if not sys.flags.safe_path and str(Path.cwd()) not in sys.path:  # as `python -m` does, for classes in a config
         sys.path.insert(0, str(Path.cwd()))
     # Set this variable before this process or a child process imports torch; see `rank_environment`.

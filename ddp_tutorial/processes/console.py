@@ -31,7 +31,7 @@ PROGRESS = {"ddp_tutorial": "progress"}
 
 
 class RankLog:
-    """Line buffer for one rank's output. It displays every line, and stores the last `KEPT_LINES` lines."""
+    """Line buffer for one rank's output. The buffer displays every line, and stores the last `KEPT_LINES` lines."""
 
     def __init__(
         self, rank: int, show: Callable[[int, str], None], edit: Callable[[str], str] = lambda line: line
@@ -45,7 +45,7 @@ class RankLog:
         self._partial = ""
 
     def feed(self, data: bytes, *, final: bool = False) -> None:
-        """Decode `data`, and show the complete lines and, if `final` is true, an incomplete last line."""
+        """Decode `data`, and show its complete lines. If `final` is true, also show an incomplete last line."""
         text = self._partial + self._decoder.decode(data, final)
         *lines, rest = text.split("\n")
         if final and rest:
@@ -100,7 +100,7 @@ class Console:
         """Update the elapsed time. Call this method about once per second while the ranks run."""
 
     def progress(self, done: int, total: int, numbers: dict[str, Any]) -> None:
-        """Show the progress that rank 0 reports, in steps, and the values `numbers` beside the bar."""
+        """Show rank 0's progress in steps, and the values in `numbers` beside the bar."""
 
     def figure(self, rank: int, png: bytes) -> None:
         """Show a PNG image that a rank sent."""
@@ -268,8 +268,8 @@ def in_notebook() -> bool:
 def a_person_is_there() -> bool:
     """Return whether this cell was run interactively.
 
-    For each cell, the front end reports whether it can ask a user for input. JupyterLab can, but programs that execute
-    notebooks cannot. Without a kernel, for example in a script, the result is False.
+    For each cell, the front end reports whether it can ask a user for input. JupyterLab can ask for input, but programs
+    that execute notebooks cannot. Without a kernel, for example in a script, the result is False.
     """
     kernel = getattr(ipython_shell(), "kernel", None)
     return kernel is not None and bool(kernel.get_parent().get("content", {}).get("allow_stdin"))

@@ -1,6 +1,6 @@
 """Set the environment variables for `train --debug`.
 
-This module does not import torch, because torch reads some of the variables when it is imported.
+This module does not import torch, because torch reads some of the variables at import time.
 """
 
 import os

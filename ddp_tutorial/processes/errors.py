@@ -70,7 +70,7 @@ class RankError(FailedError):
     Attributes:
         rank: The first rank that failed.
         reason: How the rank failed, such as "raised ValueError: no disk" or "was killed by SIGKILL".
-        raised: The rank's exception, or None if the rank did not raise an exception. Use `is_a` to check its type.
+        raised: The rank's exception, or None if the rank did not raise an exception. Use `is_a` to check the type.
         traceback: The rank's traceback, including the source lines of notebook cells.
         log: The last lines that the rank printed.
         others: The state of the other ranks at the time of the failure.
@@ -97,9 +97,7 @@ class RankError(FailedError):
     def is_a(self, kind: type[BaseException]) -> bool:
         """Return whether the rank raised an exception of type `kind`.
 
-        Returns:
-            Whether the exception is an instance of `kind`. The result is False if the rank did not raise an exception,
-            for example because it was killed or timed out.
+        The result is False if the rank did not raise an exception, for example because it was killed or timed out.
         """
         return self.raised is not None and self.raised.is_a(kind)
 

@@ -11,8 +11,8 @@
   functions are not pickled by value, because every rank imports the script, as under torchrun (see `script`).
 - The parent hosts the rendezvous store on the loopback interface, on a port chosen by the operating system. The parent
   sets the same environment variables as torchrun, so the same code runs on this machine and on a cluster.
-- Two pipes connect each rank to the parent. The first pipe replaces file descriptors 1 and 2. It captures, in
-  order, the output of the rank, its child processes and C++ code, so the parent can attribute each line to a rank. The
+- Two pipes connect each rank to the parent. The first pipe replaces file descriptors 1 and 2, and captures the output
+  of the rank, its child processes and C++ code in order. The parent can therefore attribute each line to a rank. The
   second pipe carries progress, the result and errors.
 - The parent monitors all ranks simultaneously. If a rank raises an exception, crashes or exits early, the parent
   terminates all ranks, as it does after an interrupt or a timeout. After a timeout, each rank first reports its stack.
@@ -115,18 +115,18 @@ def launch(
     workers exit when they detect that their rank has exited.
 
     Args:
-        fn: Function to run on every rank. Its first argument is the rank's `World`.
+        fn: Function to run on every rank, with the rank's `World` as its first argument.
         nprocs: Number of ranks.
         *args: Additional arguments for `fn`.
         device: "cpu", "cuda" or "auto". "auto" uses one GPU per rank with NCCL if there are enough GPUs, and otherwise
             the CPU with gloo.
         backend: "gloo", "nccl" or "auto". "auto" chooses the backend for the device. With `device="cuda"` and gloo,
             several ranks may share a GPU.
-        timeout: Timeout in seconds for all ranks to return, measured from when all ranks have started. Startup
-            may take up to two additional minutes. `None` means no timeout. After a timeout, `launch` raises a
-            `RankTimeoutError` that reports the line each rank is executing.
-        collective_timeout: Timeout in seconds for each collective. A rank that waits longer raises an error. This
-            timeout applies whether or not `timeout` is set. The default is ten minutes.
+        timeout: Timeout in seconds for `fn` to return on all ranks. Startup may take up to two additional minutes.
+            `None` means no timeout. After a timeout, `launch` raises a `RankTimeoutError` that reports the line each
+            rank is executing.
+        collective_timeout: Timeout in seconds for each collective. A rank that waits longer raises an error.
+            `collective_timeout` applies whether or not `timeout` is set. The default is ten minutes.
         threads: Number of torch threads per rank. By default, the ranks share this machine's cores evenly.
         echo: Whether to show the ranks' output and progress, and the chosen device.
         in_process: Whether to call `fn` in this process, which requires `nprocs=1`. In this mode, exceptions are not
@@ -216,7 +216,7 @@ def _check_call(fn: Callable[..., object], args: Sequence[object]) -> None:
 
 @dataclass
 class _Rank:
-    """The parent's handle for a rank. It contains the rank's process, its two pipes, and its result or error."""
+    """The parent's handle for a rank, which contains the rank's process, two pipes, and result or error."""
 
     rank: int
     process: Any
@@ -275,10 +275,9 @@ class _Rank:
 
 
 class _Ranks:
-    """All ranks of one launch. This context manager terminates the ranks when the block exits."""
+    """Context manager for the ranks of one launch, which terminates the ranks when the block exits."""
 
     def __init__(self, nprocs: int, console: Console) -> None:
-        """Store the arguments. The method `start` starts the ranks."""
         self.nprocs = nprocs
         self.console = console
         self.ranks: list[_Rank] = []
@@ -354,7 +353,7 @@ class _Ranks:
             self.selector.register(fd, selectors.EVENT_READ, partial(handle, rank))
 
     def wait(self, timeout: float | None) -> None:
-        """Handle events until all ranks have exited or one has failed. Then raise the first failure, if any."""
+        """Handle events until all ranks have exited or a rank has failed. If a rank has failed, raise an error."""
         deadline = None if timeout is None else time.monotonic() + START_SECONDS + timeout
         are_up = False
         while self._running() and not any(rank.failed for rank in self.ranks):

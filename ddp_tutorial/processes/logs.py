@@ -35,7 +35,7 @@ def current_logging() -> Logs | None:
 
 
 def configure(logs: Logs | None) -> None:
-    """Set up logging in a rank. Log lines are written to stderr. The parent shows them with the rank's number."""
+    """Set up logging in a rank. Log lines are written to stderr, and the parent shows them with the rank's number."""
     if logs is None:
         return
     logging.basicConfig(level=logs.level)

@@ -19,7 +19,7 @@ _END_SECONDS = 10.0
 
 
 def tagged_processes(variable: str, is_ours: Callable[[str], bool]) -> list[psutil.Process]:
-    """Return all processes except this one that have an environment variable `variable` with `is_ours(value)`."""
+    """Return all other processes whose environment variable `variable` has a value that `is_ours` accepts."""
     found = []
     for process in psutil.process_iter():
         with suppress(psutil.Error, OSError):
@@ -32,8 +32,8 @@ def tagged_processes(variable: str, is_ours: Callable[[str], bool]) -> list[psut
 def kill_tagged(variable: str, is_ours: Callable[[str], bool]) -> None:
     """Kill the processes that `tagged_processes` returns, and repeat until none is left.
 
-    Repeating is necessary because a process may start another process just before it is killed. The function gives up
-    after ten seconds if some of the processes still exist.
+    Repeating is necessary because a process may start another process just before it is killed. After ten seconds,
+    `kill_tagged` returns even if some of the processes still exist.
     """
     deadline = time.monotonic() + _END_SECONDS
     while (left := tagged_processes(variable, is_ours)) and time.monotonic() < deadline:
@@ -46,8 +46,8 @@ def kill_tagged(variable: str, is_ours: Callable[[str], bool]) -> None:
 def kill_torchrun(agent: "subprocess.Popen[Any] | psutil.Popen", tag: str) -> None:
     """Kill a torchrun agent and all processes that it started, then wait for the agent to exit.
 
-    The agent must have been started with `TORCHRUN=tag` in its environment. It is killed first, because it would
-    restart its ranks.
+    The agent must have been started with `TORCHRUN=tag` in its environment. The agent is killed first, because it would
+    otherwise restart its ranks.
     """
     with suppress(psutil.Error, OSError):
         agent.kill()

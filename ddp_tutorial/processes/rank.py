@@ -219,7 +219,7 @@ def _answer(lifeline: int, send: Sender, main_thread: int) -> None:
 
 
 def user_traceback(error: BaseException, *files: str) -> str:
-    """Format the traceback of an error without the frames of this package's launcher and of the source files `files`.
+    """Format an error's traceback without the frames of this package's launcher and of the source files `files`.
 
     Returns:
         The traceback, or an empty string if no frames remain.

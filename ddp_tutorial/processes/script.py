@@ -26,7 +26,7 @@ class MissingGuardError(ConfigError):
 
 @dataclass(frozen=True)
 class Script:
-    """The script file that Python was started with.
+    """The script file that Python is running.
 
     Attributes:
         path: Absolute path of the file.
@@ -42,7 +42,7 @@ class Script:
 
         Returns:
             The script. The result is None in a notebook, in an interactive session and under `python -c`, because there
-            is no script file. It is also None for the `__main__.py` of a package, such as pytest's, because
+            is no script file. The result is also None for the `__main__.py` of a package, such as pytest's, because
             `multiprocessing` does not import such files either.
         """
         main = sys.modules["__main__"]
@@ -78,7 +78,7 @@ class Script:
 
 
 def require_guard(call: str) -> None:
-    """Raise `MissingGuardError` if a rank is importing the script, which calls the function `call` at its top level."""
+    """Raise `MissingGuardError` if a rank is importing a script that calls the function `call` at its top level."""
     if _running is not None:
         raise MissingGuardError(
             f"{_running.path} calls {call} at its top level. Every rank imports the script, so every rank would launch "

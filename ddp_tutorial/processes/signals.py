@@ -1,4 +1,4 @@
-"""Inside a `with` block, handle the signals that ask a process to stop, such as SIGTERM."""
+"""Handle the signals that ask a process to stop, such as SIGTERM."""
 
 import ctypes
 import os
@@ -19,7 +19,7 @@ _SIGACTION_BYTES = 256  # at least sizeof(struct sigaction): 152 bytes with glib
 
 
 def signal_name(number: int) -> str:
-    """Return a signal's name, such as "SIGKILL", or "signal 36" for a real-time signal, most of which have no name."""
+    """Return a signal's name, such as "SIGKILL", or its number, such as "signal 36", if the signal has no name."""
     with suppress(ValueError):
         return signal.Signals(number).name
     return f"signal {number}"
@@ -29,7 +29,7 @@ class StoppedError(FailedError):
     """Raised if a signal stops a process that has nothing to save yet. Earlier checkpoints do not change."""
 
     def __init__(self, number: int) -> None:
-        """Create the error for the signal with this number."""
+        """Create the error for the signal `number`."""
         super().__init__(f"stopped by {signal_name(number)} before there was anything to save")
 
 

@@ -1,4 +1,4 @@
-"""Start and terminate rank processes. `launch` and the `Ranks` pool share these functions."""
+"""Start and terminate the rank processes of `launch` and of the `Ranks` pool."""
 
 import linecache
 import os
@@ -56,8 +56,8 @@ def exit_descriptor(process: Any) -> int:
     """Return a new file descriptor that becomes readable when `process` exits. The caller must close it.
 
     The descriptor is a pidfd if the system supports it, and otherwise a duplicate of `Process.sentinel`. The sentinel
-    is a pipe whose other end leaks into the programs that the process starts. It therefore becomes readable only after
-    those programs have also exited.
+    is a pipe whose other end leaks into the programs that the process starts. The sentinel therefore becomes readable
+    only after those programs have also exited.
     """
     try:
         return os.pidfd_open(process.pid)
@@ -109,8 +109,8 @@ def wait_for_exit(processes: list[Any]) -> list[Any]:
 def loopback_store(nprocs: int) -> dist.TCPStore | None:
     """Create a store, hosted by this process, for the rendezvous of `nprocs` ranks.
 
-    The function opens the listening socket itself. As a result, no other process can take the port first. The store
-    listens on the loopback interface only, whereas a `TCPStore` listens on all interfaces by default.
+    Because this function opens the listening socket itself, no other process can take the port first. The store listens
+    on the loopback interface only, whereas a `TCPStore` listens on all interfaces by default.
 
     Returns:
         The store, or None for a single rank, which does not need a store.

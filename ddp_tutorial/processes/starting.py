@@ -42,22 +42,22 @@ def run(
 ) -> Result:
     """Call `main(world, *args)` on every rank with an initialized process group, and return the result.
 
-    If torchrun or Slurm's `srun` started this process, the process is one of the ranks. It joins the process group, and
-    `run` returns this rank's result. Otherwise, `run` launches `nprocs` ranks on this machine and returns rank 0's
-    result.
+    If torchrun or Slurm's `srun` started this process, the process is one of the ranks. In that case, `run` joins the
+    process group and returns this rank's result. Otherwise, `run` launches `nprocs` ranks on this machine and returns
+    rank 0's result.
 
     Unlike `launch`, `run` forwards SIGTERM and SIGUSR1 to the ranks, so that the ranks can save a checkpoint before
     they exit. If a rank has not installed a handler for the signal, `run` raises `StoppedError`.
 
     Args:
-        main: Function to run on every rank. Its first argument is the rank's `World`.
+        main: Function to run on every rank, with the rank's `World` as its first argument.
         *args: Additional arguments for `main`.
         nprocs: Number of ranks to launch if no launcher started this process.
         device: "cpu", "cuda" or "auto".
         backend: "gloo", "nccl" or "auto".
         collective_timeout: Timeout in seconds for each collective. A rank that waits longer raises an error.
-        **launch_options: Additional arguments for `launch`, such as `threads` and `echo`. These arguments have no
-            effect under torchrun and Slurm.
+        **launch_options: Additional arguments for `launch`, such as `threads` and `echo`, which have no effect under
+            torchrun and Slurm.
 
     Raises:
         ConfigError: If a setting or the environment is invalid. The error may originate on any rank.

@@ -32,7 +32,7 @@ def dump_call(fn: Callable[..., object], args: tuple[object, ...], script: Scrip
     Functions and classes that `script` defines are pickled by name, because the rank imports the script.
 
     Raises:
-        TypeError: If an argument or variable cannot be pickled. The message contains its name.
+        TypeError: If an argument or variable cannot be pickled. The message names the argument or variable.
     """
     buffer = io.BytesIO()
     try:
@@ -49,7 +49,7 @@ def dump_result(result: object) -> bytes:
     """Pickle a result by value, with its tensors moved to the CPU.
 
     Raises:
-        TypeError: If a part of the result cannot be pickled. The message contains its location in the result.
+        TypeError: If a part of the result cannot be pickled. The message contains the part's location in the result.
     """
     buffer = io.BytesIO()
     try:
