@@ -50,8 +50,8 @@ class AllReduceHook:
 class CastHook:
     """A hook that sends gradients in a 16-bit `dtype`, which halves the number of bytes compared with float32.
 
-    A complex number is sent as two real numbers. bfloat16 covers the range of float32 with 8 bits of precision. float16
-    provides 11 bits of precision, but numbers below about 3e-8 become zero, and numbers above 65,504 become infinite.
+    A complex number is sent as two real numbers. The dtype bfloat16 covers float32's range with 8 bits of precision.
+    With float16 (11 bits of precision), numbers below about 3e-8 become zero, and numbers above 65,504 become infinite.
     The sum is also computed in `dtype`, so the rounding error grows with the number of ranks.
     """
 
@@ -75,8 +75,8 @@ class PowerSGD:
     """A hook that approximates a gradient matrix M [n, m] by the factors P = M Q [n, rank] and Q = M' P [m, rank].
 
     The approximation uses one step of power iteration. The residual M - P Q' stays on this rank and is added to the
-    next gradient (error feedback), so the residual is delayed, not lost. In the next step, the power iteration starts
-    from this Q. Vectors, complex gradients, and matrices not larger than P and Q together are sent uncompressed.
+    next gradient (error feedback), so the residual is delayed, not lost. The power iteration starts from the Q of the
+    previous step. Vectors, complex gradients, and matrices not larger than P and Q together are sent uncompressed.
 
     Do not use loss scaling with this hook. After an overflow, the residual and all later gradients would be NaN.
 
@@ -84,7 +84,7 @@ class PowerSGD:
     """
 
     def __init__(self, link: Link, world_size: int, rank: int = 2, seed: int = 0) -> None:
-        """Create a hook whose residuals are zero, with an initial Q from `seed`.
+        """Create a hook with zero residuals. `seed` determines the initial Q.
 
         Raises:
             ValueError: If `rank`, the rank of the approximation, is less than 1.
@@ -102,9 +102,9 @@ class PowerSGD:
 
     @torch.no_grad()
     def restore_unused(self, buckets: Iterable[Bucket], used: Container[str]) -> None:
-        """Add the mean in the buckets back to the residuals of parameters that no rank used.
+        """Add this rank's part of the mean back to the residual of each parameter that no rank used.
 
-        The `.grad` of these parameters is None. `used` contains the names of all other parameters.
+        The `.grad` of an unused parameter is None. `used` contains the names of all used parameters.
         """
         for bucket in buckets:
             for name, view in zip(bucket.names, bucket.views, strict=True):
@@ -116,7 +116,7 @@ class PowerSGD:
         return {"rank": self.rank, "errors": dict(self.errors), "qs": dict(self.qs)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore `state`. If the approximation rank changed, restore only the residuals and restart the iteration."""
+        """Restore `state`. If the approximation rank changed, restore only the residuals."""
         self.errors = dict(state["errors"])
         self.qs = dict(state["qs"]) if state["rank"] == self.rank else {}
 
@@ -135,7 +135,7 @@ class _Factors:
     """The factors of one bucket. The constructor starts the all-reduce of P, and `wait` runs the all-reduce of Q.
 
     All ranks call `wait` in bucket order, so they start the all-reduces of Q in the same order. Callbacks on P's
-    futures would not guarantee this order.
+    futures would not guarantee the same order on all ranks.
     """
 
     @torch.no_grad()

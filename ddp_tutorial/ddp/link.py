@@ -1,7 +1,7 @@
 """Send gradients between ranks over the machine's own link or a simulated link.
 
 `fit_link` estimates a link's latency and bandwidth from measurements. `SimulatedLink` delays all-reduces so that they
-take as long as on a link with a given latency and bandwidth. Use it to study slow networks on one machine.
+take as long as on a link with a given latency and bandwidth. Simulated links let you study slow networks locally.
 """
 
 import threading
@@ -133,7 +133,7 @@ class SimulatedLink:
 
     A thread computes the sum with a real all-reduce and then sleeps until the simulated transfer time has elapsed.
     Meanwhile, the rank continues computing, as it would while a network card transfers the data. All simulated links of
-    a rank share this thread, which runs one all-reduce at a time. A simulated link cannot be faster than the machine's
+    a rank share one thread, which runs one all-reduce at a time. A simulated link cannot be faster than the machine's
     own link.
     """
 
@@ -194,7 +194,7 @@ _threads: WeakKeyDictionary[dist.ProcessGroup, dict[str, SimpleQueue[Call | None
 
 
 def _calls_of(name: str) -> SimpleQueue[Call | None]:
-    """Return the call queue of thread `name`. The thread runs until the default process group is destroyed."""
+    """Return the call queue of the thread `name`. The thread runs until the default process group is destroyed."""
     default = dist.group.WORLD
     assert default is not None
     threads = _threads.setdefault(default, {})

@@ -251,9 +251,9 @@ def _try_to_lock(file: int) -> bool:
 
 
 def _memfd_and_eventfd(nbytes: int) -> list[int]:
-    """Return the file descriptors of a memfd and an eventfd.
+    """Create a memfd and an eventfd, and return their file descriptors.
 
-    The list is empty if the system or this Python version does not support these descriptors.
+    The list is empty if the system or the Python version does not support memfd or eventfd.
     """
     files: list[int] = []
     try:
@@ -270,8 +270,8 @@ def _memfd_and_eventfd(nbytes: int) -> list[int]:
 def _exchange_files(world: World, mine: Sequence[int]) -> list[int]:
     """Return the other rank's file descriptors, duplicated into this process. Collective.
 
-    The list is empty if a rank has no files or cannot send its files. Each rank receives the files on a socket in a
-    folder that only the current user can access. Other users of the machine therefore cannot send files.
+    The list is empty if a rank has no files or cannot send its files. Each rank receives the files through a socket in
+    a folder that only the current user can access. Other users of the machine therefore cannot send files.
     """
     with TemporaryDirectory() as folder, socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as mailbox:
         path = f"{folder}/mailbox"
@@ -298,7 +298,7 @@ def _send(path: str, files: Sequence[int]) -> None:
 
 
 def _seals() -> int:
-    """Return the seals that fix a file's size.
+    """Return the `fcntl` seals that prevent a file from being resized.
 
     Without these seals, an access beyond the end of a truncated file would kill the process.
     """

@@ -58,7 +58,7 @@ class SyncBatchNorm(nn.BatchNorm1d):
     The layer does not store a process group, so it can be copied, saved and loaded.
 
     Raises:
-        ValueError: On all ranks, if there are fewer than two values per channel across all ranks.
+        ValueError: On all ranks, if the global batch contains fewer than two values per channel.
     """
 
     @classmethod

@@ -51,8 +51,8 @@ class Span(NamedTuple):
 class Overlap(NamedTuple):
     """Overlap between communication and the backward pass, in seconds.
 
-    `hidden` is the communication time within the backward pass. Its upper bound, `hideable`, is the shorter of the
-    total communication time and the duration of the backward pass.
+    `hidden` is the communication time within the backward pass. `hideable`, the upper bound of `hidden`, is the shorter
+    of the total communication time and the duration of the backward pass.
     """
 
     communication: float
@@ -61,7 +61,7 @@ class Overlap(NamedTuple):
 
     @property
     def fraction(self) -> float:
-        """The overlapped communication time as a fraction of its upper bound `hideable`, from 0 to 1."""
+        """The overlapped communication time as a fraction (0 to 1) of its upper bound, `hideable`."""
         return self.hidden / self.hideable if self.hideable else 0.0
 
 
@@ -175,8 +175,8 @@ def record(link: Link | None) -> Iterator[Recorder]:
 def record_torch() -> Iterator[Recorder]:
     """Record this rank's phases, and use PyTorch's profiler to record the all-reduces of PyTorch's DDP.
 
-    The recorder and the profiler use different clocks. Both record the phases, so the phases determine the clock
-    offset.
+    The recorder and the profiler use different clocks. The clock offset is computed from the phases, which both of them
+    record.
 
     Raises:
         ValueError: If the block contains no phase.
@@ -191,10 +191,10 @@ def record_torch() -> Iterator[Recorder]:
 
 
 def add_transfers_of_torch(recorder: Recorder, events: Sequence[Any]) -> None:
-    """Add to `recorder` the all-reduces in `events`, which PyTorch's profiler recorded during the same phases.
+    """Add the all-reduces in the profiler's `events` to `recorder`, which recorded the same phases.
 
-    If the profiler traces a GPU, it records phases and all-reduces on both devices. An NCCL all-reduce ends on the CPU
-    when it has been launched, so all-reduces on the GPU are preferred.
+    If the profiler traces a GPU, it records phases and all-reduces on the CPU and on the GPU. On the CPU, an NCCL
+    all-reduce ends when its kernel has been launched, so the times on the GPU are preferred.
     """
     on_cpu = [event for event in events if event.device_type == torch.autograd.DeviceType.CPU]
     on_gpu = [event for event in events if event.device_type != torch.autograd.DeviceType.CPU]
@@ -270,8 +270,8 @@ def _time(world: World, seconds: float = 0.0) -> torch.Tensor:
 def arrivals(module: nn.Module, backward: Callable[[], object]) -> dict[str, float]:
     """Return the time in seconds from the start of `backward()` until each gradient is ready, by parameter name.
 
-    The names are in chronological order. A gradient's all-reduce cannot start before the gradient is ready. `backward`
-    must not run all-reduces, because they would delay the backward pass.
+    The parameter names are sorted by time. A gradient's all-reduce cannot start before the gradient is ready.
+    `backward` must not run all-reduces, because they would delay the backward pass.
     """
     seconds: dict[str, float] = {}
 

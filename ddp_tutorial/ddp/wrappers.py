@@ -44,7 +44,7 @@ from ddp_tutorial.world import World, require_group
 
 
 class DataParallel(ABC):
-    """A model that is replicated on every rank and trained on each rank's share of the batch.
+    """A model that is replicated on every rank and trained on each rank's shard of the batch.
 
     A wrapper is not an `nn.Module`. To save the model, save the state dict of `.module`. The constructor is collective.
     The ranks compare their models, and receive rank 0's weights and buffers. A wrapper averages the gradients of the
@@ -98,7 +98,7 @@ class DataParallel(ABC):
 
     @cached_property
     def loss_model(self) -> nn.Module:
-        """The model to pass to loss functions, with the module's class and attributes. Calling it runs this wrapper."""
+        """A view of the module for loss functions, with its class and attributes. Calling the view runs the wrapper."""
         wrapper = ref(self)
 
         def call(*inputs: Any, **named: Any) -> Any:
@@ -142,7 +142,7 @@ class DataParallel(ABC):
     def finish(self) -> None:
         """Average every `.grad` over all ranks, and broadcast rank 0's buffers. Collective.
 
-        Call this after the last backward pass of a step. With `find_unused_parameters`, a rank without a gradient
+        Call `finish` after the last backward pass of a step. With `find_unused_parameters`, a rank without a gradient
         for a parameter contributes zeros. If no rank has a gradient for a parameter, its `.grad` is None afterward.
 
         Raises:
@@ -379,7 +379,7 @@ class BucketDDP(DataParallel):
 
 
 def call_later(method: WeakMethod[Callable[..., None]], *args: Any) -> Callable[..., None]:
-    """Return an autograd hook that calls `method` with `args`, unless its owner has been garbage-collected.
+    """Return an autograd hook that calls `method` with `args`, unless the method's owner has been garbage-collected.
 
     Python cannot track autograd's references, and a graph can keep the hook alive longer than the owner.
     """
@@ -394,7 +394,7 @@ def call_later(method: WeakMethod[Callable[..., None]], *args: Any) -> Callable[
 class TorchDDP(DataParallel):
     """A wrapper around PyTorch's `DistributedDataParallel`, whose backward pass waits for the all-reduces.
 
-    `finish` differs from that of the other wrappers in two ways. Buffers are broadcast before the next forward pass
+    `finish` differs from the other wrappers' `finish` in two ways. Buffers are broadcast before the next forward pass
     instead of in `finish`. For unused parameters, `finish` raises an error only on the ranks that did not use them. The
     other ranks may wait in the backward pass until the collective timeout.
     """
@@ -408,7 +408,7 @@ class TorchDDP(DataParallel):
             world,
             hook.link if hook else None,
             find_unused_parameters=config.find_unused_parameters,
-            sync_buffers=False,  # PyTorch does that itself
+            sync_buffers=False,  # PyTorch broadcasts the buffers
         )
         self.ddp: DistributedDataParallel | None = None
         self._allows_unused = config.find_unused_parameters or config.static_graph
@@ -439,8 +439,8 @@ class TorchDDP(DataParallel):
     def compile(self, config: CompileConfig) -> None:
         """Compile the module inside torch's DDP, which splits the graph at the bucket boundaries.
 
-        `torch.compile(ddp)` produces the same graphs. However, it also traces `DistributedDataParallel.forward`. With
-        torch 2.13, this causes a graph break and rules out `fullgraph`.
+        `torch.compile(ddp)` produces the same graphs, but also traces `DistributedDataParallel.forward`. With torch
+        2.13, tracing this method causes a graph break and rules out `fullgraph`.
         """
         super().compile(config)
         if self.ddp is not None:
@@ -484,7 +484,7 @@ def data_parallel(
     """Wrap `module` so that its gradients are averaged over the ranks of `world`. Collective.
 
     Args:
-        module: The model. It may already be compiled with `torch.compile(module)` or `module.compile()`.
+        module: The model, which may already be compiled with `torch.compile(module)` or `module.compile()`.
         world: The participating ranks.
         config: The DDP implementation and its options.
         compilation: The options of `torch.compile`. By default, the wrapper does not compile the model.
@@ -580,7 +580,7 @@ def _layout(module: nn.Module) -> list[str]:
 def all_reduce_used(model: DataParallel, link: Link) -> list[tuple[str, nn.Parameter]]:
     """Return the trainable parameters that have a gradient on at least one rank. Collective.
 
-    The function runs a single all-reduce of one number per parameter.
+    A single all-reduce counts the ranks that have a gradient for each parameter.
 
     Raises:
         RuntimeError: On all ranks, if any rank lacks a gradient for a parameter and `find_unused_parameters` is False.
@@ -596,7 +596,6 @@ def all_reduce_used(model: DataParallel, link: Link) -> list[tuple[str, nn.Param
 
 
 def _unused_error(unused: Mapping[int, Sequence[str]]) -> RuntimeError:
-    """Return the error that lists, by rank, the parameters without a gradient."""
     listed = "; ".join(f"on rank {rank} {', '.join(map(repr, names))}" for rank, names in unused.items() if names)
     return RuntimeError(
         f"parameters that received no gradient: {listed}. The loss does not depend on them. Use them, freeze them with "
