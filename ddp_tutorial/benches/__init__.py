@@ -9,8 +9,8 @@ import importlib
 import statistics
 from typing import Any
 
-# Each name is a module in this folder with a function `measure(repeats)`. A module is imported only when it runs,
-# because the ranks that a benchmark starts also import this package and should load only the measured code.
+# Each name is a module in this folder with a function `measure(repeats)`. A module is imported only when its benchmark
+# runs, because the ranks that a benchmark starts also import this package and should load only the measured code.
 NAMES = [
     "launch",
     "overhead",

@@ -1,4 +1,4 @@
-"""Run one attempt of a small training run, and inject a failure: a killed rank, a failed disk operation or a full disk.
+"""Run one attempt of a small training run, and kill a rank, fail a disk operation or fill the disk.
 
 Failures are injected at named points. A point is the start or end of a phase, or a disk operation such as "fsync
 optimizer.pt" (see `files.observe_disk`).
@@ -121,8 +121,7 @@ class Attempt:
 class Points:
     """The points that one kind of run reaches, in random order.
 
-    The points are learned from ranks that finish or reject a run. Every point is used once before any point is
-    repeated.
+    The points are recorded by ranks that finish or reject a run. Every point is used once before any point is repeated.
     """
 
     def __init__(self, rng: random.Random, known: Mapping[tuple[int, str], int] | None = None) -> None:
@@ -167,10 +166,10 @@ class Points:
 
 @contextmanager
 def ranks_served() -> Iterator[None]:
-    """Fork all ranks inside the context from one server process that has already imported their modules.
+    """Inside the context, fork all ranks from one server process that has already imported the required modules.
 
-    The server runs in the current directory, and is stopped at the end of the block. Otherwise, it would keep running
-    until its parent process, such as a notebook kernel, exits.
+    The server runs in the current directory, and is stopped at the end of the block. A server that is not stopped would
+    run until its parent process, such as a notebook kernel, exits.
     """
     multiprocessing.get_context("forkserver").set_forkserver_preload(_PRELOADED)
     forkserver.ensure_running()
@@ -190,7 +189,7 @@ def run_attempt(
 
     Args:
         config: The config of the run.
-        failures: Dict from rank to the failure to inject into that rank.
+        failures: Dict that maps a rank to the failure to inject into that rank.
         where: Each rank's working directory, to simulate nodes without a shared folder. Defaults to the current folder.
         start: The multiprocessing start method.
 
@@ -273,9 +272,9 @@ def newest_valid(checkpoints: Path) -> int:
 
 
 def outcome(name: str) -> tuple[Any, ...] | None:
-    """Return a run's weight digest and per-step metrics. Both must be identical in all runs.
+    """Return a run's weight digest and per-step metrics, or None if the run has not finished.
 
-    The function returns None if the run has not finished.
+    The digest and the metrics must be identical in all runs.
     """
     run = RUNS / name
     if not (run / "result.json").is_file():

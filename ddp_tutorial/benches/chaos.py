@@ -5,8 +5,8 @@ In most attempts, one or both ranks are killed with SIGKILL, or a disk operation
 attempts.py), is used once before any point is repeated. Some kills happen at random points instead.
 
 Between two attempts, the newest checkpoint may be damaged. Some attempts start the ranks on two simulated nodes without
-a shared folder. The ranks must reject these attempts. Other runs use a disk of a few megabytes that fills up during an
-attempt.
+a shared folder, and the ranks must reject such attempts. Other runs use a disk of a few megabytes that fills up during
+an attempt.
 
 After each attempt, the newest valid checkpoint must not be older than the newest published checkpoint, and all
 processes of the attempt must have exited.
@@ -62,7 +62,7 @@ def measure_chaos(
     two_nodes: int | None = None,
     mount: Callable[[Path, int], str] = mount_small_disk,
 ) -> dict[str, Any]:
-    """Kill ranks in `kills` attempts in a temporary folder, and inject other failures in additional attempts.
+    """In a temporary folder, kill ranks in `kills` attempts, and inject other failures in additional attempts.
 
     About one disk operation fails for every three kills.
 
@@ -147,7 +147,7 @@ def _on_a_full_disk(
     Only a single-threaded process can mount the small disk. The ranks are forked, so that they inherit the mount.
 
     Returns:
-        The tally, and the reason why no real disk could be filled. The reason is empty if a disk was filled.
+        The tally, and the reason why no real disk could be filled, or an empty string if a disk was filled.
     """
     why_not = mount(folder, DISK_BYTES)
     os.chdir(folder)
@@ -240,7 +240,7 @@ class _Chaos:
         """Run one training run to completion, with up to `MAX_ATTEMPTS` attempts.
 
         The benchmark stops injecting failures after `limit` attempts in which a rank was killed or the disk was full.
-        In addition, there are `two_nodes` attempts on two simulated nodes, distributed evenly among the others.
+        In addition, there are `two_nodes` attempts on two simulated nodes, distributed evenly among the other attempts.
         """
         runs, counted = self.tally.runs, next(iter(self.faults))
         name, oldest_allowed = f"run{runs}", 0

@@ -24,8 +24,8 @@ WIDTH, LAYERS = 1024, 12  # a model of 50 MB; 150 MB with AdamW's state
 def measure(repeats: int) -> dict[str, Any]:
     """Measure the cost of a checkpoint in one process, in seconds.
 
-    Three arms save the same state. They measure a synchronous save, the training stall of a background save, and
-    `torch.save` followed by fsync. The fourth arm measures the search for the newest of 1,000 checkpoints.
+    Three arms save the same state: with a synchronous save, with a background save (only the training stall is
+    measured), and with `torch.save` and fsync. The fourth arm measures the search for the newest of 1,000 checkpoints.
     """
     with tempfile.TemporaryDirectory(prefix="bench-checkpoint-") as name:
         folder = Path(name)
@@ -70,7 +70,7 @@ def _save(checkpointer: Checkpointer, step: int) -> float:
 
 
 def _stall(checkpointer: Checkpointer, step: int) -> float:
-    """Return the total time in seconds for which a background save stalls training, while saving and publishing."""
+    """Return the total time in seconds for which a background save stalls training, in `save` and in `poll`."""
     stalled = _timed(lambda: checkpointer.save(step))
     while checkpointer.is_writing:
         time.sleep(0.01)

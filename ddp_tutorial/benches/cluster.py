@@ -7,8 +7,8 @@ The hosts are Linux network namespaces. The model is fitted to measurements on o
 - the cost of a message.
 
 The link rate is the only network property that the model uses. If the link also has a delay, the expected duration of a
-bare all-reduce follows from the rate and the delay (see `delays_in`). The module `hosts` measures steps on more hosts.
-In these steps, the ranks sleep instead of computing.
+bare all-reduce is computed from the rate and the delay (see `delays_in`). The module `hosts` measures steps on more
+hosts, where the ranks sleep instead of computing.
 """
 
 import math
@@ -111,7 +111,7 @@ def _add_all_reduces(
     link: LinkModel,
     of_ranks: list[dict[int, list[float]]],
 ) -> None:
-    """Add measured and expected all-reduce times on a delayed link. All-reduces end when both ranks have the result."""
+    """Add measured and expected all-reduce times on a delayed link. The slower rank determines each time."""
     for size, nbytes in SIZES.items():
         name = f"allreduce_{size}_{between}"
         samples[name] = [1e3 * max(both) for both in zip(*(taken[nbytes] for taken in of_ranks), strict=True)]
@@ -123,12 +123,12 @@ def _add_all_reduces(
 def delays_in(nbytes: int, ranks: int) -> int:
     """Return the number of link delays that a gloo all-reduce incurs in sequence.
 
-    Gloo splits the tensor into pieces of at most 1 MiB, with the same number of pieces (at least two) per rank; see
-    `ring` in gloo/allreduce.cc. A piece is sent only after the receiver has signaled that it is ready, so each piece
-    incurs the link delay twice. Two pieces are in flight at a time, so each piece sent costs one delay on average.
-    In each of two rounds, a rank sends all pieces except its own. On two ranks, a tensor of up to 4 MiB incurs 4
-    delays, and a 16 MiB tensor incurs 16 delays, regardless of the TCP window. The tensor must contain at least two
-    elements per rank.
+    Gloo splits the tensor into pieces of at most 1 MiB; see `ring` in gloo/allreduce.cc. Each rank has the same number
+    of pieces, and at least two. A piece is sent only after the receiver has signaled that it is ready, so each piece
+    incurs the link delay twice. Two pieces are in flight at a time, so each piece sent costs one delay on average. In
+    each of two rounds, a rank sends all pieces except its own. On two ranks, a tensor of up to 4 MiB incurs 4 delays,
+    and a 16 MiB tensor incurs 16 delays, regardless of the TCP window. The tensor must contain at least two elements
+    per rank.
     """
     pieces = max(2 * ranks, math.ceil(nbytes / _PIECE))
     pieces = ranks * math.ceil(pieces / ranks)

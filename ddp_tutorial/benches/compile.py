@@ -86,7 +86,7 @@ def _make(arm: str, world: World) -> Step:
 
 
 def _first_step(world: World, arm: str) -> float:
-    """Return the first step's time in seconds, on the slowest rank. Collective."""
+    """Return the duration of the first step in seconds, on the slowest rank. Collective."""
     step = _make(arm, world)
     dist.barrier()
     start = time.monotonic()

@@ -29,8 +29,8 @@ _SLOW = DDPConfig(
 def measure(repeats: int) -> dict[str, Any]:
     """Measure the variants on two single-threaded ranks.
 
-    The report contains each variant's tokens per second without a simulated link. For a simulated slow link, it also
-    contains two durations in seconds: the communication that overlaps with the backward pass, and its upper bound.
+    The report contains each variant's tokens per second without a simulated link. For a simulated slow link, the report
+    also contains two durations in seconds: the communication that overlaps with the backward pass, and its upper bound.
     """
     samples = launch(_measure, 2, repeats, device="cpu", threads=1, echo=False)[0]
     units = dict.fromkeys(_VARIANTS, "tokens/s") | {"hidden": "s", "hideable": "s"}

@@ -5,18 +5,18 @@ overhead visible, because its steps take about 3 ms. The `_single` arms use the 
 
 The cost of the default detectors is measured in groups of three steps: without detectors ("off"), with the default
 detectors ("default"), and again without detectors ("again"). Every other group runs in reverse order, so that
-background load affects all three steps equally. The cost is the middle step's time minus its neighbors' mean time.
+background load affects all three steps equally. The cost is the middle step's time minus the mean of the other two.
 
-Periodic checks always run at the same positions within each block of 20 checked steps. The result is the median at each
-position, averaged over the 20 positions. A check that runs every 20 steps therefore contributes a twentieth of its
-cost.
+Periodic checks always run at the same positions within each block of 20 checked steps. The reported cost is the median
+cost at each position, averaged over the 20 positions. A check that runs every 20 steps therefore contributes a
+twentieth of its cost.
 
 The arm `again` is compared with `off` in the same way. Both arms run without detectors, so their difference is the
-measurement error. Names that end in `_cpu` report rank 0's CPU time in the same steps. CPU time excludes waits for
-other ranks, and varies less between steps.
+measurement error. Arms whose names end in `_cpu` report rank 0's CPU time in the same steps. CPU time excludes waits
+for other ranks, and varies less between steps.
 
-The arms `watched` and `fingerprinted` cannot alternate step by step with `off`. They are measured in alternating turns
-of 20 steps, with the same statistics.
+The arms `watched` and `fingerprinted` cannot alternate with `off` step by step, so they alternate in turns of 20 steps,
+with the same statistics.
 """
 
 import statistics
@@ -163,7 +163,7 @@ def _alternate(world: World, config: TaskConfig, size: Size, repeats: int) -> Sa
 
 
 def _of_a_step(turns: Sequence[Sequence[float]]) -> float:
-    """Return the step time in seconds: the median over the turns at each position, averaged over the positions.
+    """Return the median step time at each position in a turn, averaged over the positions, in seconds.
 
     If a check runs at the same position in every turn, the medians include the check's cost. A temporary slowdown of
     the machine hardly affects the result.

@@ -73,6 +73,6 @@ def _fitted(at: dict[str | int, float]) -> StepModel:
 
 
 def _steps(world: World, repeats: int) -> list[float]:
-    """Return the times in seconds until this rank has the mean of all gradients, one per repeat. Collective."""
+    """Return the time in seconds until this rank has the averaged gradients, for each repeat. Collective."""
     step = sleeping_step(SLEEPER, BATCH, world, _DDP)
     return alternate({"step": partial(seconds_on_rank, step)}, repeats)["step"]

@@ -110,7 +110,7 @@ def reporting(world: World, step: Callable[[], torch.Tensor]) -> Callable[[], No
 
 
 def bare_loop(world: World, config: TaskConfig, *, compiled: bool = False) -> Callable[[], torch.Tensor]:
-    """Return a plain torch step function that neither logs nor records phases. The function returns this rank's loss.
+    """Return a plain torch step function, which returns this rank's loss and neither logs nor records phases.
 
     If `compiled` is true, DDP wraps the model first, and `torch.compile` then compiles the wrapper.
     """

@@ -2,7 +2,7 @@
 
 The stages sleep, so that only the schedule determines the step time. For each micro-batch, a rank's stages sleep 20 ms
 in total in the forward pass and 40 ms in the backward pass. The prediction is the makespan of the schedule, excluding
-communication time. Torch's own schedules run the same stages on the same ranks.
+communication time. PyTorch's own schedules run the same stages on the same ranks.
 
 The benchmark also reports results for a GPT. The step time of real stages also depends on the cores, the caches and the
 balance of the stages. The prediction for the GPT uses each stage's measured durations in the same step.
@@ -58,7 +58,7 @@ class SleepingLayer(nn.Module):
         self.seconds, self.weight = (forward, backward), nn.Parameter(torch.zeros(4))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Return `x` plus the weight, after sleeping."""
+        """Sleep, and return `x` plus the weight."""
         slept: torch.Tensor = _Sleep.apply(x + self.weight, *self.seconds)
         return slept
 
@@ -162,7 +162,7 @@ def _real(world: World, repeats: int) -> Samples:
 
 
 def _predicted(world: World, config: PipelineConfig, ran: list[Timed]) -> float:
-    """Return the makespan of the schedule with the median durations of each stage's passes in one step. Collective."""
+    """Return the schedule's makespan, from the median duration of each stage's passes in one step. Collective."""
     timed = [each for rank in all_gather(world, ran) for each in rank]
     forward, backward = (
         [

@@ -1,4 +1,4 @@
-"""Compare this machine's measurements with published ones. Run `python -m ddp_tutorial reproduce NAME`.
+"""Compare this machine's measurements with published measurements. Run `python -m ddp_tutorial reproduce NAME`.
 
 The published numbers are from the README of Forgather's example "DDP Trainer". The example trains a small transformer
 on Tiny Stories with one to four GPUs. The published runs differ in the number of steps and in the global batch size,

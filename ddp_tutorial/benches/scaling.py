@@ -1,8 +1,8 @@
-"""Measure the speedup of additional ranks.
+"""Measure the speedup from additional ranks.
 
 The benchmark compares one process, synchronized ranks, and independent processes on the same work. All arms of a launch
-take the same optimizer steps on the same samples. The timer excludes evaluation and logging. The arms alternate on the
-same ranks. While rank 0 trains alone, all other ranks sleep in a barrier.
+take the same number of optimizer steps. Only the weak arms use more samples. The timer excludes evaluation and logging.
+The arms alternate on the same ranks. While rank 0 trains alone, all other ranks sleep in a barrier.
 """
 
 from collections.abc import Callable
@@ -29,7 +29,7 @@ class Setup(NamedTuple):
     """The configuration of one arm.
 
     Attributes:
-        readers: The number of ranks that read data and train. With 1, a single process trains alone.
+        readers: The number of ranks that read data and train. With one reader, a single process trains alone.
         batch: The global batch size.
         talk: Whether the ranks average their gradients.
         threads: The number of torch threads per rank.

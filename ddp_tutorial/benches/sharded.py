@@ -25,8 +25,8 @@ _STRATEGIES = ["ddp", "zero1", "zero2", "zero3", "fsdp"]
 def measure(repeats: int) -> dict[str, Any]:
     """Measure the steps per second of each sharding strategy, DDP, and torch's `ZeroRedundancyOptimizer`.
 
-    The model has about 5 million parameters and trains on two single-threaded ranks. `memory` contains the measured
-    and predicted sizes in bytes of each kind of tensor on rank 0.
+    The model has about 5 million parameters and trains on two single-threaded ranks. `memory` contains the measured and
+    the predicted size in bytes of each kind of tensor on rank 0.
     """
     samples, memory = launch(_measure, 2, repeats, device="cpu", threads=1, echo=False)[0]
     ratios = {
@@ -61,7 +61,7 @@ def _zero_of_torch(model: nn.Module) -> torch.optim.Optimizer:
 
 
 def held(step: TrainStep) -> dict[str, int]:
-    """Return each tensor kind's size in bytes on this rank, between the backward pass and the update. Collective."""
+    """Return the bytes per kind of tensor on this rank, between the backward pass and the update. Collective."""
     step.strategy.backward(step.batches())
     stepped = [parameter for group in step.optimizer.param_groups for parameter in group["params"]]
     parameters = list(step.model.parameters())

@@ -1,7 +1,7 @@
 """Mount a tmpfs of a few megabytes, visible only to this process and its children, to test a full disk.
 
-On Linux, an unprivileged user can mount a tmpfs in separate user and mount namespaces, unless this is forbidden, as in
-many containers. The tmpfs disappears when the last process that can see it exits.
+On Linux, an unprivileged user can mount a tmpfs in separate user and mount namespaces, which many containers forbid.
+The tmpfs disappears when the last process that can see it exits.
 """
 
 import ctypes
