@@ -1,4 +1,4 @@
-"""Run one attempt of a small training run, and kill a rank, fail a disk operation or fill the disk.
+"""Run one attempt of a small training run, and kill a rank, make a disk operation fail, or fill the disk.
 
 Failures are injected at named points. A point is the start or end of a phase, or a disk operation such as "fsync
 optimizer.pt" (see `files.observe_disk`).
@@ -121,7 +121,7 @@ class Attempt:
 class Points:
     """The points that one kind of run reaches, in random order.
 
-    The points are recorded by ranks that finish or reject a run. Every point is used once before any point is repeated.
+    Ranks that finish or reject a run record their points. Every point is used once before any point is repeated.
     """
 
     def __init__(self, rng: random.Random, known: Mapping[tuple[int, str], int] | None = None) -> None:
@@ -139,7 +139,7 @@ class Points:
             waiting.extend(self._shuffled(how, new))
 
     def next(self, how: How) -> tuple[int, str, int]:
-        """Return a rank, a point, and the visit to that point (1 for the first) at which to inject the failure.
+        """Return the rank, the point, and the number of the visit (1 for the first) at which to inject the failure.
 
         If no points are known yet, the returned point is an empty string, which matches any point.
         """

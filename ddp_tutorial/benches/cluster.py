@@ -111,7 +111,7 @@ def _add_all_reduces(
     link: LinkModel,
     of_ranks: list[dict[int, list[float]]],
 ) -> None:
-    """Add measured and expected all-reduce times on a delayed link. The slower rank determines each time."""
+    """Add measured and expected all-reduce times on a delayed link. Each measured time is the slower rank's time."""
     for size, nbytes in SIZES.items():
         name = f"allreduce_{size}_{between}"
         samples[name] = [1e3 * max(both) for both in zip(*(taken[nbytes] for taken in of_ranks), strict=True)]
@@ -124,11 +124,11 @@ def delays_in(nbytes: int, ranks: int) -> int:
     """Return the number of link delays that a gloo all-reduce incurs in sequence.
 
     Gloo splits the tensor into pieces of at most 1 MiB; see `ring` in gloo/allreduce.cc. Each rank has the same number
-    of pieces, and at least two. A piece is sent only after the receiver has signaled that it is ready, so each piece
-    incurs the link delay twice. Two pieces are in flight at a time, so each piece sent costs one delay on average. In
-    each of two rounds, a rank sends all pieces except its own. On two ranks, a tensor of up to 4 MiB incurs 4 delays,
-    and a 16 MiB tensor incurs 16 delays, regardless of the TCP window. The tensor must contain at least two elements
-    per rank.
+    of pieces, at least two. A piece is sent only after the receiver has signaled that it is ready, so each piece incurs
+    the link delay twice. Two pieces are in flight at a time, so each piece sent costs one delay on average. In each of
+    two rounds, a rank sends all pieces except its own. On two ranks, a tensor of up to 4 MiB incurs 4 delays, and a
+    16 MiB tensor incurs 16 delays, regardless of the TCP window. The tensor must contain at least two elements per
+    rank.
     """
     pieces = max(2 * ranks, math.ceil(nbytes / _PIECE))
     pieces = ranks * math.ceil(pieces / ranks)

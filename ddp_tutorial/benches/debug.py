@@ -104,7 +104,7 @@ class Triple(NamedTuple):
 
 
 def _one_by_one(world: World, config: TaskConfig, size: Size, repeats: int) -> tuple[list[Triple], list[Triple]]:
-    """Return triples of elapsed seconds, and triples of this rank's CPU seconds. Collective.
+    """Return triples of elapsed times, and triples of this rank's CPU times, in seconds. Collective.
 
     Each repeat contains `size.rounds` times `_STEPS` steps with the default detectors.
     """

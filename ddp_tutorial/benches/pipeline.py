@@ -162,7 +162,7 @@ def _real(world: World, repeats: int) -> Samples:
 
 
 def _predicted(world: World, config: PipelineConfig, ran: list[Timed]) -> float:
-    """Return the schedule's makespan, from the median duration of each stage's passes in one step. Collective."""
+    """Return the schedule's makespan for the median duration of each stage's passes in one step. Collective."""
     timed = [each for rank in all_gather(world, ran) for each in rank]
     forward, backward = (
         [

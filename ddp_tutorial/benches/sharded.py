@@ -61,7 +61,7 @@ def _zero_of_torch(model: nn.Module) -> torch.optim.Optimizer:
 
 
 def held(step: TrainStep) -> dict[str, int]:
-    """Return the bytes per kind of tensor on this rank, between the backward pass and the update. Collective."""
+    """Return the size in bytes of each kind of tensor on this rank, just before the optimizer step. Collective."""
     step.strategy.backward(step.batches())
     stepped = [parameter for group in step.optimizer.param_groups for parameter in group["params"]]
     parameters = list(step.model.parameters())
