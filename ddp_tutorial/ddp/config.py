@@ -25,7 +25,7 @@ class CompileConfig(Config):
     dynamic: bool | None = Field(
         None,
         examples=[True],
-        description="Compile for dynamic shapes; by default, from the second shape on. If false, compile each shape.",
+        description="Compile for dynamic shapes; by default, once a shape changes. If false, recompile for each shape.",
     )
 
     @model_validator(mode="after")

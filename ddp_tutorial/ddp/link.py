@@ -127,8 +127,8 @@ class DirectLink:
 class SimulatedLink:
     """A link that simulates the latency and bandwidth specified by a `LinkModel`.
 
-    Each all-reduce over N ranks takes as long as a ring all-reduce on the modeled link. This time consists of 2 (N - 1)
-    latencies and the time to send 2 (N - 1) / N of the bytes. The transfer starts when the last rank has joined the
+    Each all-reduce over N ranks takes as long as a ring all-reduce on the modeled link. The transfer time is 2 (N - 1)
+    latencies plus the time to send 2 (N - 1) / N of the bytes. The transfer starts when the last rank has joined the
     all-reduce and the previous all-reduce has ended.
 
     A thread computes the sum with a real all-reduce and then sleeps until the simulated transfer time has elapsed.

@@ -30,12 +30,12 @@ class LinkModel:
         return rounds * self.latency + nbytes / self.bandwidth
 
     def ring_seconds(self, nbytes: float, size: int) -> float:
-        """Return the ring all-reduce time in seconds. N=`size` ranks need 2 (N - 1) rounds of `nbytes` / N bytes."""
+        """Return the time in seconds of a ring all-reduce with 2 (`size` - 1) rounds of `nbytes` / `size` bytes."""
         rounds = 2 * (size - 1)
         return self.seconds(rounds * nbytes / size, rounds)
 
     def tree_seconds(self, nbytes: float, size: int) -> float:
-        """Return the tree all-reduce time in seconds. N=`size` ranks need 2 ceil(log2 N) rounds of `nbytes` bytes."""
+        """Return the time in seconds of a tree all-reduce with 2 ceil(log2 `size`) rounds of `nbytes` bytes."""
         rounds = 2 * math.ceil(math.log2(size))
         return self.seconds(rounds * nbytes, rounds)
 

@@ -175,8 +175,7 @@ def record(link: Link | None) -> Iterator[Recorder]:
 def record_torch() -> Iterator[Recorder]:
     """Record this rank's phases, and use PyTorch's profiler to record the all-reduces of PyTorch's DDP.
 
-    The recorder and the profiler use different clocks. The clock offset is computed from the phases, which both of them
-    record.
+    The recorder and the profiler use different clocks, whose offset is computed from the phases that both recorded.
 
     Raises:
         ValueError: If the block contains no phase.
@@ -225,8 +224,8 @@ def _ahead_of_profiler(spans: Sequence[Span], events: Sequence[Any]) -> float:
             most += [span.end - times.end / 1e6 for span, times in zip(ours, seen, strict=True)]
     if not least:
         raise ValueError(
-            "record_torch() requires at least one phase in its block, got none. Mark the code, as in "
-            'with phase("backward"): ...'
+            "record_torch() requires at least one phase in its block, got none. Mark the code with a phase, such as "
+            '`with phase("backward"):`'
         )
     return (max(least) + min(most)) / 2
 

@@ -580,7 +580,7 @@ def _layout(module: nn.Module) -> list[str]:
 def all_reduce_used(model: DataParallel, link: Link) -> list[tuple[str, nn.Parameter]]:
     """Return the trainable parameters that have a gradient on at least one rank. Collective.
 
-    A single all-reduce counts the ranks that have a gradient for each parameter.
+    A single all-reduce counts, for every parameter, the ranks that have a gradient.
 
     Raises:
         RuntimeError: On all ranks, if any rank lacks a gradient for a parameter and `find_unused_parameters` is False.
