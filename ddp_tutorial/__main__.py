@@ -4,7 +4,7 @@ The exit codes are:
 
     0     success
     1     runtime error
-    2     error in the command or a config
+    2     invalid command or config
     75    run stopped before its last step (0 under torchrun, which would otherwise restart the run)
     130   interrupted
 """
@@ -32,7 +32,7 @@ def cli() -> None:
     """Learn and practice PyTorch distributed data-parallel training with several processes, on any machine.
 
     \b
-    Exit codes: 0 success; 1 runtime error; 2 error in the command or a config;
+    Exit codes: 0 success; 1 runtime error; 2 invalid command or config;
     75 run stopped before its last step (0 under torchrun, which would otherwise restart the run);
     130 interrupted.
     """

@@ -125,7 +125,7 @@ def launch(
         timeout: Timeout in seconds for `fn` to return on all ranks. Startup may take up to two additional minutes.
             `None` means no timeout. After a timeout, `launch` raises a `RankTimeoutError` that reports the line each
             rank is executing.
-        collective_timeout: Timeout in seconds for each collective. A rank that waits longer raises an error.
+        collective_timeout: Timeout in seconds for each collective, after which the waiting ranks raise an error.
             `collective_timeout` applies whether or not `timeout` is set. The default is ten minutes.
         threads: Number of torch threads per rank. By default, the ranks share this machine's cores evenly.
         echo: Whether to show the ranks' output and progress, and the chosen device.

@@ -71,7 +71,7 @@ def send_figure(png: bytes) -> None:
 
 @dataclass
 class ParentInfo:
-    """Settings from the parent process that a new rank requires.
+    """Settings that a new rank requires from the parent process.
 
     Attributes:
         threads: Number of torch threads.
@@ -162,7 +162,7 @@ def register_sources(sources: Mapping[str, list[str]]) -> None:
 def _exit_without_finalizing() -> None:
     """Exit before Python finalizes the interpreter.
 
-    torch's threads can outlive the process group (see `process_group`). If such a thread releases a tensor during
+    PyTorch's threads can outlive the process group (see `process_group`). If such a thread releases a tensor during
     finalization, the rank aborts although it has already finished its work. The error message is "terminate called
     without an active exception".
     """

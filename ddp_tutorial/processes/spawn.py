@@ -154,7 +154,7 @@ def interrupts_deferred() -> Iterator[None]:
     """Defer interrupts until the block exits, in this process and in child processes that start inside the block.
 
     Two mechanisms are needed. Child processes inherit the blocked signal mask, so no child is interrupted before it
-    ignores SIGINT. However, the mask applies to one thread only. In a process with several threads, such as a Jupyter
+    ignores SIGINT. However, a mask applies to one thread only. In a process with several threads, such as a Jupyter
     kernel, a different thread receives the signal. A handler therefore delays the interrupt until the block exits.
     """
     resource_tracker.ensure_running()  # spawn would start the tracker inside the block and unblock SIGINT (Python 3.11)

@@ -55,7 +55,7 @@ def run(
         nprocs: Number of ranks to launch if no launcher started this process.
         device: "cpu", "cuda" or "auto".
         backend: "gloo", "nccl" or "auto".
-        collective_timeout: Timeout in seconds for each collective. A rank that waits longer raises an error.
+        collective_timeout: Timeout in seconds for each collective, after which the waiting ranks raise an error.
         **launch_options: Additional arguments for `launch`, such as `threads` and `echo`, which have no effect under
             torchrun and Slurm.
 
