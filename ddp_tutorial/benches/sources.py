@@ -36,8 +36,8 @@ KINDS = ["sharded", "dispatched", "streamed", "fast_stream"]
 def measure(repeats: int) -> dict[str, Any]:
     """Measure the speed of each source.
 
-    The report contains the samples per second with and without training, the duration of each phase of a step, and the
-    time to resume, in seconds.
+    The report contains the samples per second with and without training, the duration of each step phase, and the time
+    to resume, in seconds.
     """
     with tempfile.TemporaryDirectory() as folder:
         trained = launch(_train, 2, folder, repeats, device="cpu", threads=1, echo=False)[0]

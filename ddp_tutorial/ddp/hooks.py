@@ -75,8 +75,8 @@ class PowerSGD:
     """A hook that approximates a gradient matrix M [n, m] by the factors P = M Q [n, rank] and Q = M' P [m, rank].
 
     The approximation uses one step of power iteration. The residual M - P Q' stays on this rank and is added to the
-    next gradient (error feedback), so the residual is delayed, not lost. The power iteration starts from the Q of the
-    previous step. Vectors, complex gradients, and matrices not larger than P and Q together are sent uncompressed.
+    next gradient (error feedback). Residuals are therefore delayed, not lost. The power iteration starts from the Q of
+    the previous step. Vectors, complex gradients, and matrices not larger than P and Q together are sent uncompressed.
 
     Do not use loss scaling with this hook. After an overflow, the residual and all later gradients would be NaN.
 

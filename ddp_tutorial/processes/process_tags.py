@@ -1,6 +1,6 @@
 """Find and kill processes based on an environment variable that they inherit.
 
-torchrun starts each rank in a new session, and a process that outlives its parent is adopted by a different process.
+Each rank of torchrun starts in a new session, and a process that outlives its parent is adopted by a different process.
 Therefore, neither the list of child processes nor the POSIX process group contains all descendants. However, all
 descendants inherit the first process's environment, so a variable in that environment identifies them.
 """
