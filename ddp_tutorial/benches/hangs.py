@@ -1,8 +1,8 @@
 """Provoke hangs repeatedly. Check that each verdict names the line at which each rank waits, and that all ranks exit.
 
 `tests/test_hangs.py` tests each hang of notebook 11 once. This benchmark repeats the hangs and takes several minutes.
-Verdicts are checked against this module's source. In each function that causes a hang, `# rank 0 waits` and `# rank 1
-waits` mark the lines that a verdict must name.
+Verdicts are checked against this module's source. In each function that causes a hang, `# rank 0 waits` and
+`# rank 1 waits` mark the lines that a verdict must name.
 
 In one run with ten repeats on two cores, all 80 verdicts were correct. The wording of the verdicts was the same in
 every repeat, and no process was left running. All ranks exited within 1.2 s of the timeout, with a median of 1.1 s.

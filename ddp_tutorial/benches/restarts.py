@@ -1,8 +1,7 @@
 """Kill ranks of small runs under torchrun, and check that each run is bitwise identical to an uninterrupted run.
 
 In each attempt except the last, a rank is killed with SIGKILL at a random point (see attempts.py). Then torchrun
-terminates the other rank and restarts both ranks, which resume with `resume: auto`. All processes must have exited
-after the run.
+terminates the other rank and restarts both ranks, which resume with `resume: auto`. No process may remain after a run.
 """
 
 import json

@@ -9,8 +9,8 @@ A rank that has waited longer than `FALLBACK_SECONDS` falls back to gloo's all-r
 errors and flight recorder. The other rank detects the fallback when it reaches the same bucket, and also uses gloo. If
 the other rank is still in its backward pass, it waits for the sum before it continues with the next layers.
 
-On two cores, a step with 34 kB of gradients took 4.5 ms, compared with 6.7 ms through gloo. A step with 480 kB took 15
-ms instead of 18 ms. A step with 3.3 MB took 53 ms instead of 58 ms (`bench overhead`).
+On two cores, a step with 34 kB of gradients took 4.5 ms, compared with 6.7 ms through gloo. A step with 480 kB took
+15 ms instead of 18 ms. A step with 3.3 MB took 53 ms instead of 58 ms (`bench overhead`).
 """
 
 import fcntl
