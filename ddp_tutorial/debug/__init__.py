@@ -3,7 +3,7 @@
 - `recorder` reads the collectives that a rank has entered, and the source lines that called them.
 - `hangs` monitors a run's ranks. If ranks wait for each other forever, `hangs` reports where they wait, and terminates
   them.
-- `fingerprints` compares each collective between ranks before it runs.
+- `fingerprints` detects mismatched collectives before they run.
 - `faults` injects faults, for example a crash or a delay.
 - `checks` runs detectors in any training loop, before each optimizer step.
 - `detector` defines the base class of detectors, and `instrumentation` records data about each step.
@@ -18,7 +18,7 @@ The detectors are in the following modules:
 - `pace` detects stragglers and ranks that wait for data.
 - `memory` detects memory leaks.
 
-Most of these tools are context managers around the training loop, which does not depend on this subpackage.
+Most of these tools are context managers that wrap the training loop. The loop does not depend on this subpackage.
 """
 
 import lazy_loader

@@ -1,4 +1,4 @@
-"""Check a running training program on all ranks, in any loop with an optimizer.
+"""Check any training loop for problems on all ranks, before each optimizer step.
 
     with checking(world, model, optimizer) as checks:
         for batch in loader:
@@ -7,31 +7,31 @@
             optimizer.zero_grad()
     checks.findings                           # the warnings
 
-The loop itself does not change. Before each optimizer step, every rank records a few statistics about the step. A
-single all-gather exchanges these statistics in each of the first three steps, and then at an interval of `every` steps
-(default: 20). All ranks evaluate the same statistics in the same order, so all ranks or none raise an error.
+The loop itself needs no changes. Before each optimizer step, every rank records a few statistics about the step. A
+single all-gather exchanges the statistics in each of the first three steps, and then once per `every` steps (default:
+20). All ranks evaluate the same statistics in the same order, so either all ranks raise an error or none do.
 
-After the first three steps, no rank waits for the all-gather, because its result is evaluated in the next step. By
-default, the statistics of step 14 are exchanged in step 20. A problem in step 14 is then reported in step 21, as
-"step 14: ... (seen in step 21)". With `every=1`, the problem is reported in step 14, but the checks take more time. The
-remaining statistics are evaluated before a `Trainer` writes its result, and at the end of the block.
+After the first three steps, no rank waits for the all-gather, because the ranks evaluate its result in the next step.
+By default, the ranks exchange the statistics of step 14 in step 20, and report a problem in step 21 as "step 14: ...
+(seen in step 21)". With `every=1`, the ranks report a problem in the same step, but the checks take more time. The
+ranks evaluate the remaining statistics at the end of the `checking` block, and before a `Trainer` writes its result.
 
-A non-finite gradient is handled immediately, and no rank updates its weights with that gradient. If the gradient is
-non-finite on all ranks, as is the case after averaging, all ranks raise the error before the update. If the gradient is
-non-finite on only some ranks, these ranks skip their updates until the statistics are exchanged.
+No rank updates its weights with a non-finite gradient. If the gradient is non-finite on all ranks, as is the case after
+averaging, all ranks raise an error before the update. If the gradient is non-finite on only some ranks, these ranks
+skip their updates until the next exchange.
 
 The checks use a separate process group. If a rank does not reach the all-gather, the other ranks wait for that rank in
-the next step, as they would in the backward pass. To find out where each rank waits, wrap the block in `watching`. If a
-rank has left the block, the other ranks report this in the next step.
+the next step, as they would in the backward pass. To find out where each rank waits, wrap the `checking` block in
+`watching`. If a rank leaves the `checking` block early, the other ranks report its exit in the next step.
 
 Expensive comparisons run only occasionally, or after a cheaper check fails. The docstrings of `NonFinite` and
-`ReplicaDrift` describe which problems are reported late as a result.
+`ReplicaDrift` describe the problems that are therefore reported late.
 
-Outside the block, no hook is attached, so there is no overhead. In five runs, the default detectors slowed a step of 45
-to 52 ms by 1.2 to 2.1 % (median 1.6 %). The CPU time increased by 1.3 to 2.5 %. A step of 5 to 7 ms became 9 % slower.
-All runs used two ranks on two cores. The longer step trains a model with 0.8 million parameters. As a control, steps
-without checks were compared with each other. Their times differed by up to 0.8 %, and individual repeats by 2 to 3 %.
-`python -m ddp_tutorial bench debug` measures the cost of each detector and of all detectors together.
+Outside the `checking` block, no hooks are attached, so there is no overhead. In five runs with a model of 0.8 million
+parameters, the default detectors increased the step time (45 to 52 ms) by 1.2 to 2.1 % (median 1.6 %). The CPU time
+increased by 1.3 to 2.5 %. A step of 5 to 7 ms took 9 % more time. All runs used two ranks on two cores. In a control
+without checks, step times differed by up to 0.8 %, and individual repeats by 2 to 3 %. `python -m ddp_tutorial bench
+debug` measures the cost of each detector and of all detectors together.
 """
 
 import logging
@@ -113,7 +113,7 @@ class Checks:
         self.detectors, self.strict, self.every = list(detectors), strict, every
         self.findings: list[Finding] = []
         self._store: dist.Store | None = None
-        self._rows: list[list[float]] = []  # one row per step since the last exchange: its number, the local reports
+        self._rows: list[list[float]] = []  # one row per step since the last exchange: the step and the local reports
         self._sent: _Sent | None = None
         self._listening = ExitStack()
         self._first = self.program.step
@@ -134,14 +134,14 @@ class Checks:
 
     @contextmanager
     def attached(self) -> Iterator[None]:
-        """Attach the detectors inside the context. Entering the context is collective."""
+        """Attach the detectors for the duration of the context. Entering the context is collective."""
         world = self.program.world
         require_group(world)
         with ExitStack() as stack:
             if world.size > 1:
                 self.program.group = group = dist.new_group(
                     timeout=world.timeout, backend="gloo"
-                )  # gloo on GPUs too, because the messages are small
+                )  # gloo even on GPUs, because the messages are small
                 self._store = dist.PrefixStore(f"checking {group.group_name}", default_store())
                 stack.push(self._record_exit)
                 names = self.program.gather([each.name for each in self.detectors])
@@ -163,7 +163,7 @@ class Checks:
                 raise
 
     def _listen(self) -> None:
-        """Attach the hooks to the program."""
+        """Attach all hooks to the model, the optimizer and the phases."""
         optimizer = self.program.optimizer
         with ExitStack() as stack:
             stack.enter_context(self._instrumentation)
@@ -176,8 +176,8 @@ class Checks:
     def detached(self) -> Iterator[None]:
         """Detach all hooks inside the context, so that steps are neither checked nor counted.
 
-        Either all ranks or no rank must enter the context. A benchmark uses this method to alternate between steps with
-        checks and steps without checks.
+        All ranks must enter the context in the same steps. Benchmarks use this method to alternate between steps with
+        and without checks.
         """
         self._listening.close()
         try:
@@ -186,7 +186,7 @@ class Checks:
             self._listen()
 
     def _record_exit(self, kind: type[BaseException] | None, *_: object) -> None:
-        """Record in the store that this rank has left the block, unless the block raised an exception."""
+        """Record in the store that this rank has left the `checking` block, unless the block raised an exception."""
         if kind is None and self._store is not None:
             with suppress(RuntimeError):  # the store and the other ranks no longer exist
                 self._store.set(str(self.program.world.rank), str(self.program.step - 1))
@@ -200,8 +200,8 @@ class Checks:
     def _before_update(self, *_: Any) -> None:
         """Record this step's statistics, and exchange them with the other ranks if an exchange is due.
 
-        The exchanged statistics are evaluated in the next step. In the first steps, and if the gradient is non-finite
-        on all ranks, they are evaluated immediately.
+        The exchanged statistics are normally evaluated in the next step. In the first three steps, and for a gradient
+        that is non-finite on all ranks, the evaluation is immediate.
         """
         if self._sent:
             self._evaluate()
@@ -256,7 +256,7 @@ class Checks:
             self._report(each.on_exchanged(last, numbers))
 
     def _raise_out_of_step(self, steps: Sequence[float]) -> None:
-        """Raise `CheckError`. `steps` contains the step of each rank's next update, or 0 for a rank without a row."""
+        """Raise `CheckError`. `steps` contains each rank's step, or 0 if the rank has not reported a step."""
         description = ", ".join(f"rank {rank} in step {step:.0f}" for rank, step in enumerate(steps) if step)
         message = f"the ranks do not update their weights in the same steps: {description}"
         finding = Finding("steps", int(min(filter(None, steps))), tuple(range(len(steps))), message, "error")
@@ -264,10 +264,10 @@ class Checks:
         raise CheckError(finding)
 
     def _send(self) -> None:
-        """Start an all-gather of the detectors' additional values and of the rows since the last exchange. Collective.
+        """Start an all-gather of all rows since the last exchange and of the detectors' additional values. Collective.
 
-        Each rank pads its rows to a fixed number of values, so a rank with fewer rows is reported instead of blocking
-        the other ranks.
+        Each rank pads its rows to a fixed number of values, so a rank with fewer rows does not block the other ranks,
+        and can be reported.
         """
         rows, self._rows = self._rows, []
         if self.program.world.size == 1:
@@ -284,8 +284,8 @@ class Checks:
         """Wait for the exchange, and return the values of all ranks.
 
         Returns:
-            The rows of each rank, padded with rows of zeros to the same length, and the values [ranks, n] of each
-            detector that exchanges additional values.
+            The rows of each rank, padded with zeros to the same length, and the additional values [ranks, n] of each
+            detector.
         """
         assert self._sent, "_send has been called"
         sent, self._sent = self._sent, None
@@ -301,12 +301,12 @@ class Checks:
         ]
 
     def _before_result(self, edge: PhaseEvent) -> None:
-        """Evaluate the last steps before a `Trainer` writes its result, so that no result is written after an error."""
+        """Evaluate the remaining steps before a `Trainer` writes its result, so that an error prevents the result."""
         if edge.name == "result" and edge.entered:
             self._evaluate_rest()
 
     def _evaluate_rest(self) -> None:
-        """Exchange and evaluate the statistics of the remaining steps, because no further step follows."""
+        """Exchange and evaluate the statistics of the remaining steps."""
         if not (self._rows or self._sent):
             return
         self._ends += 1
@@ -325,8 +325,8 @@ class Checks:
     def _all_arrive(self, place: str, seconds: float) -> bool:
         """Return whether all ranks reach `place` within `seconds`.
 
-        Unlike a collective, this method never waits forever. All ranks that reach `place` receive the same result. The
-        other ranks do not need to respond.
+        This method is not a collective, so it returns even if a rank never reaches `place`. All ranks that reach
+        `place` receive the same result.
         """
         size, store = self.program.world.size, self._store
         if store is None:
@@ -341,7 +341,7 @@ class Checks:
         return False
 
     def _hide_gradients(self) -> None:
-        """Remove the gradients during the update. An optimizer skips parameters without a gradient."""
+        """Remove all gradients until after the update, because optimizers skip parameters without a gradient."""
         for group in self.program.optimizer.param_groups:
             for parameter in group["params"]:
                 if parameter.grad is not None:
@@ -349,7 +349,7 @@ class Checks:
                     parameter.grad = None
 
     def _explain_lost_connection(self, error: RuntimeError) -> None:
-        """Raise `CheckError` if a connection was lost because a rank has left the block after fewer steps."""
+        """Raise `CheckError` if a connection was lost because a rank left the `checking` block after fewer steps."""
         if not lost_connection(error):
             return
         gone: dict[int, int] = {}  # rank -> its last step before it left the block
@@ -406,21 +406,21 @@ def checking(
 ) -> Iterator[Checks]:
     """Check each step of `optimizer` inside the context. Collective.
 
-    All steps are checked. The ranks exchange their observations in each of the first three steps, and then at an
-    interval of `every` steps. After the first three steps, the observations are evaluated one step after the exchange.
-    A problem is therefore reported up to `every` steps later, with the number of the step in which it occurred. The
-    last steps are evaluated at the end of the block.
+    All steps are checked. The ranks exchange their observations in each of the first three steps, and then once per
+    `every` steps. After the first three steps, the ranks evaluate the observations one step after the exchange. The
+    report of a problem is therefore delayed by up to `every` steps, but contains the step in which the problem
+    occurred. At the end of the block, the ranks evaluate the remaining steps.
 
     `optimizer.step()` raises `CheckError` on all ranks if a finding is an error. Other findings are logged as warnings
     on rank 0.
 
-    A compiled model runs without `torch.compile` inside the context, because hooks would cause graph breaks.
+    Inside the context, compiled models run in eager mode, because hooks would cause graph breaks.
 
     Args:
         world: The participating ranks.
         model: The model, with or without its data-parallel wrapper.
         optimizer: The optimizer of the loop.
-        detectors: The detectors, which must be the same on all ranks. None means `default_detectors()`.
+        detectors: The detectors, which must be the same on all ranks. The default is `default_detectors()`.
         strict: Whether to raise `CheckError` for every finding.
         after: The number of steps before the block, or a function that returns the number of completed steps.
         every: The number of steps between two exchanges.

@@ -27,7 +27,7 @@ PhaseName = Literal[
 
 
 class Fault(Config):
-    """A fault on one rank, at the start of a phase in one step.
+    """A fault that occurs on one rank, in one step, at the start of a phase.
 
     The actions are:
 
@@ -35,14 +35,14 @@ class Fault(Config):
     - `raise`: Raise `InjectedError`.
     - `hang`: Sleep forever.
     - `delay`: Sleep for `seconds`.
-    - `corrupt`: Change one element of this rank's first gradient. Use a phase after the gradients have been averaged.
+    - `corrupt`: Change one element of this rank's first gradient. Use a phase that follows gradient averaging.
     - `nan`: Make this rank's gradient NaN before the gradients are reduced.
     - `skip`: Skip this rank's next call to `torch.distributed.all_reduce`.
-    - `leak`: In this and every later step, allocate `megabytes` of memory without freeing it.
-    - `oom`: Run out of memory at the start of the phase. For the phase "forward", run out of memory during the phase
-      instead.
+    - `leak`: In this and every later step, allocate `megabytes` MiB of memory without freeing it.
+    - `oom`: Run out of memory at the start of the phase. If the phase is "forward", run out of memory at the end of the
+      forward pass instead.
     - `kill_worker`: Send SIGKILL to one of this rank's data-loading workers.
-    - `fill_disk`: Make every later durable write on this rank fail.
+    - `fill_disk`: Make all later durable writes on this rank fail.
     """
 
     action: Action = Field(description="Action to perform; see the user guide.")
@@ -74,11 +74,11 @@ def parse(text: str) -> Fault:
 
 
 class FaultyConfig(TaskConfig):
-    """The config of a run with `faults`. Each fault is a string in the format of `parse`, or a mapping of its settings.
+    """The config of a run with `faults`, each of which is a string for `parse` or a mapping of the fault's settings.
 
-    Faults are not part of the run's identity: config.json and the checkpoints do not contain them. A run can be resumed
-    with different faults or without faults. After a restart, the faults occur again, with steps counted from the
-    restart.
+    Faults are not part of the run's identity, so config.json and the checkpoints do not contain faults. A run can be
+    resumed with different faults or without faults. After a restart, the faults occur again, with steps counted from
+    the restart.
     """
 
     faults: tuple[Fault, ...] = Field(
@@ -98,5 +98,5 @@ class FaultyConfig(TaskConfig):
 
     @property
     def remarks(self) -> list[str]:
-        """The config's remarks, including one for each fault."""
+        """The config's remarks, including a remark for each fault."""
         return [*super().remarks, *(f"injected fault: {fault}" for fault in self.faults)]

@@ -1,4 +1,4 @@
-"""Define detectors, their findings, and the program that detectors check.
+"""Define `Detector`, `Finding`, and the `Program` that detectors check.
 
 `checks` runs the detectors. Each detector has its own module.
 """
@@ -25,7 +25,7 @@ LocalReport = Sequence[Sequence[float]]  # the reported values of each rank, in 
 
 @dataclass(frozen=True)
 class Finding:
-    """A problem that a detector reports. The finding is the same on all ranks.
+    """A problem that a detector reports. All ranks report the same findings.
 
     Attributes:
         detector: The name of the detector.
@@ -51,10 +51,10 @@ class Finding:
 
 
 class CheckError(FailedError):
-    """Raised on all ranks in the same step if a finding is an error, or if `checking` is in strict mode."""
+    """Raised on all ranks in the same step for a finding that is an error, or for any finding in strict mode."""
 
     def __init__(self, finding: Finding) -> None:
-        """Store the finding and use it as the message."""
+        """Store the finding, and use its text as the error message."""
         super().__init__(str(finding))
         self.finding = finding
 
@@ -64,7 +64,7 @@ class CheckError(FailedError):
 
 
 class Program:
-    """The checked program on one rank, with its optimizer and its model (without the data-parallel wrapper)."""
+    """The model and the optimizer that are checked on one rank."""
 
     def __init__(
         self,
@@ -94,9 +94,9 @@ class Program:
     def gradient(self) -> float:
         """Return one number that represents all gradients of the update. The number is cached for each step.
 
-        The number is computed from the averaged gradients. It is the same on ranks with the same gradients, and almost
-        always different otherwise. It is non-finite if a gradient is non-finite, or if the sum of a gradient's elements
-        or of their squares overflows.
+        The number is computed from the averaged gradients. The number is the same on ranks with the same gradients, and
+        almost always different otherwise. The number is non-finite if a gradient is non-finite, or if the sum of a
+        gradient's elements or of their squares overflows.
         """
         if self._gradient_of != self.taken:
             self._sizes = _sizes(self.gradients())
@@ -106,7 +106,7 @@ class Program:
     def gradient_sizes(self) -> Sequence[float | torch.Tensor]:
         """Return the values that the method `gradient` sums, in the order of `named_gradients`.
 
-        On the CPU, each value is the sum of a gradient's elements. On a GPU, it is the gradient's norm.
+        On the CPU, each value is the sum of a gradient's elements. On a GPU, each value is the norm of a gradient.
         """
         self.gradient()
         return self._sizes
@@ -131,10 +131,10 @@ class Program:
         return (self._after() if callable(self._after) else self._after + self.taken) + 1
 
     def gather_numbers(self, numbers: torch.Tensor) -> torch.Tensor:
-        """Return the tensors of all ranks as one tensor. Collective.
+        """Gather the tensors of all ranks into one tensor. Collective.
 
         Args:
-            numbers: A CPU tensor [n] with the same length and type on all ranks.
+            numbers: A CPU tensor [n] with the same length and dtype on all ranks.
 
         Returns:
             A tensor [ranks, n].
@@ -148,8 +148,8 @@ class Program:
         """Start `gather_numbers` asynchronously. Collective.
 
         Returns:
-            The result and its work handle. The result is valid after the work completes. The handle is None if there is
-            only one rank.
+            The gathered tensor and its work handle. The tensor is valid after the work completes. The handle is None if
+            there is only one rank.
         """
         rows = numbers.new_empty(self.world.size, len(numbers))
         if self.world.size == 1:
@@ -157,7 +157,7 @@ class Program:
         return rows, dist.all_gather(list(rows), numbers, group=self.group, async_op=True)
 
     def gather(self, obj: T) -> list[T]:
-        """Gather one object from each rank on every rank, in rank order. Collective.
+        """Return a list with one object from each rank, in rank order. Collective.
 
         Args:
             obj: A small object that can be pickled.
@@ -170,10 +170,10 @@ class Program:
 
 
 def _sizes(gradients: Sequence[torch.Tensor]) -> Sequence[float | torch.Tensor]:
-    """Return the sum of each gradient if all gradients are plain CPU tensors; otherwise, return their norms.
+    """Return each gradient's sum if all gradients are plain CPU tensors; otherwise, return each gradient's norm.
 
-    On the CPU, a sum is three times as fast as a norm. On a GPU, one call computes all norms, as in PyTorch's
-    `clip_grad_norm_`, because separate calls would launch many kernels.
+    On the CPU, computing a sum is three times as fast as computing a norm. On a GPU, one call computes all norms, as in
+    PyTorch's `clip_grad_norm_`, because separate calls would launch many kernels.
     """
     if all(type(each) is torch.Tensor and each.is_cpu for each in gradients):
         return [(each.sum(dtype=torch.float32) if each.dtype in SHORT else each.sum()).item() for each in gradients]
@@ -208,7 +208,7 @@ class Detector:
     program: Program
 
     def attach(self, program: Program) -> None:
-        """Prepare for a block that checks `program`. Collective."""
+        """Prepare the detector for a block that checks `program`. Collective."""
         self.program = program
 
     def before_forward(self, inputs: tuple[Any, ...]) -> None:
@@ -220,20 +220,20 @@ class Detector:
     def local_report(self, observation: StepObservation) -> Sequence[float]:
         """Return `size` numbers that describe this rank's step.
 
-        The method is called before each update. It must be fast, and must not call collectives.
+        This method runs before each update. An implementation must be fast, and must not call collectives.
         """
         return ()
 
     def is_urgent(self) -> bool:
-        """Return whether this rank must not update its weights with the gradient that `local_report` has observed."""
+        """Return whether this rank must not update its weights with the current gradient."""
         return False
 
     def check(self, step: int, reports: LocalReport) -> list[Finding]:
         """Evaluate the reports of all ranks for one step, and return the findings.
 
-        After the ranks have exchanged their reports, all ranks call this method once per step, with the same arguments.
-        During the call, the current step `self.program.step` is `step` or later, and its update is still pending. The
-        method may call collectives such as `self.program.gather` if the choice to do so depends only on the arguments.
+        After the exchange, all ranks call this method once per step, with the same arguments. During the call,
+        `self.program.step` is `step` or later, and the update in `self.program.step` is still pending. The method may
+        call collectives, such as `self.program.gather`, if the decision depends only on the arguments.
 
         Args:
             step: The step that the reports describe.
@@ -242,10 +242,10 @@ class Detector:
         return []
 
     def values_to_exchange(self) -> torch.Tensor | None:
-        """Return 64-bit integers to exchange together with the local reports, or None.
+        """Return a tensor of 64-bit integers to exchange together with the local reports, or None.
 
-        All ranks must return the same number of integers. Use this method for values that do not fit into the `size`
-        numbers of a step.
+        All ranks must return the same number of integers. Use this method for data that does not fit into the `size`
+        numbers of a local report.
         """
         return None
 

@@ -4,7 +4,7 @@
         train(world)
 
 A fault occurs at the start of a phase (see `phases`), so the training code does not depend on this module. If a fault
-does not occur, for example because the run finishes before the fault's step, a warning is logged.
+does not occur, for example because the run finishes before the fault's step, this module logs a warning.
 """
 
 import errno
@@ -38,7 +38,7 @@ class InjectedError(RuntimeError):
 
 
 def check_ranks(faults: Sequence[Fault], ranks: int) -> None:
-    """Raise `ConfigError` if a fault's rank is not below `ranks`, the number of ranks."""
+    """Raise `ConfigError` if a fault's rank does not exist in a world of `ranks` ranks."""
     for fault in faults:
         if fault.rank >= ranks:
             raise ConfigError(f"fault '{fault}': 'rank' must be below the number of ranks ({ranks}), got {fault.rank}")
@@ -48,13 +48,12 @@ def check_ranks(faults: Sequence[Fault], ranks: int) -> None:
 def inject_faults(world: World, *faults: Fault, model: nn.Module | None = None) -> Iterator[None]:
     """Inject this rank's `faults` inside the context.
 
-    If a fault of this rank does not occur, a warning is logged. With a `Trainer`, the warning is logged after the
-    result; otherwise, it is logged at the end of the block.
+    Faults that do not occur are logged as warnings at the end of the block, or after a `Trainer` writes its result.
 
     Args:
         world: The participating ranks.
         *faults: The faults of all ranks.
-        model: The model, which the actions "corrupt", "nan" and "oom" require.
+        model: The model, which is required for the actions "corrupt", "nan" and "oom".
 
     Raises:
         ConfigError: If a fault's rank does not exist, or if a fault requires `model` and `model` is None.
@@ -100,7 +99,7 @@ class _FaultInjector:
             self._inject()
 
     def warn_if_missed(self) -> None:
-        """Log a warning, once, if the fault has not occurred."""
+        """Log a single warning if the fault has not occurred."""
         if self._has_occurred or self._has_warned:
             return
         self._has_warned = True

@@ -1,4 +1,4 @@
-"""Compare each collective between ranks before it runs, because a mismatch can produce wrong results on some ranks.
+"""Compare each collective across ranks before the collective runs, because a mismatch can cause wrong results.
 
     with fingerprinted(world):
         train(world)
@@ -6,13 +6,13 @@
     CollectiveError: the ranks pass different tensors to the same all_reduce. Rank 0 waits in all_reduce [5] float (File
     "train.py", line 5, in step); rank 1 waits in all_reduce [3] float (File "train.py", line 5, in step).
 
-Before each collective, a rank writes a fingerprint to the shared store. The fingerprint contains the operation, sizes,
-types, root rank and calling line. The rank then compares its fingerprint with those that other ranks have already
-written. No rank waits for this comparison. A collective does not complete on all ranks until the last rank has entered
-it, and the last rank sees the fingerprints of all other ranks.
+Before each collective, a rank writes a fingerprint to the shared store. The fingerprint contains the operation, the
+tensor sizes and dtypes, the root rank and the calling line. The rank then compares its fingerprint with the
+fingerprints that other ranks have already written. No rank waits for this comparison. No collective completes on all
+ranks before the last rank enters it, and the last rank sees all other fingerprints.
 
-PyTorch's TORCH_DISTRIBUTED_DEBUG=DETAIL also compares collectives, but does not report source lines. This setting
-causes a segmentation fault with PyTorch 2.13, gloo and `DistributedDataParallel`.
+PyTorch's TORCH_DISTRIBUTED_DEBUG=DETAIL also compares collectives, but does not report source lines. With PyTorch 2.13,
+gloo and `DistributedDataParallel`, TORCH_DISTRIBUTED_DEBUG=DETAIL causes a segmentation fault.
 """
 
 import itertools
@@ -44,15 +44,15 @@ _blocks = itertools.count()
 
 @contextmanager
 def fingerprinted(world: World) -> Iterator[None]:
-    """Check, before each collective that this thread calls in the context, that all ranks enter the same collective.
+    """Check, before each collective in this thread, that all ranks enter the same collective.
 
     The check includes the collectives that `DistributedDataParallel` starts in the backward pass. All ranks must enter
     the context at the same point in the program. Use the context for debugging only, because every PyTorch operation
-    passes through Python, and each collective accesses the store. A compiled model runs without `torch.compile` inside
-    the context. Functional collectives, such as those of a DTensor, are not checked.
+    passes through Python, and each collective accesses the store. Inside the context, compiled models run in eager
+    mode. Functional collectives, such as those of a DTensor, are not checked.
 
     Raises:
-        CollectiveError: On the last rank that enters a mismatched collective. The other ranks wait, and `launch`
+        CollectiveError: On the last rank to enter a mismatched collective. The other ranks wait until `launch`
             terminates them.
     """
     require_group(world)
@@ -68,7 +68,7 @@ class _Fingerprints(TorchDispatchMode):
     """Dispatch mode that intercepts this thread's PyTorch operations. Collectives belong to the c10d namespace."""
 
     def __init__(self, world: World, block: int) -> None:
-        """Connect to the store. `block` is the sequence number of the block, and must be the same on all ranks."""
+        """Connect to the store. `block` is this block's sequence number, which must be the same on all ranks."""
         super().__init__()
         self._world = world
         store: Any = default_store()  # PyTorch's stubs lack `clone`
@@ -76,7 +76,7 @@ class _Fingerprints(TorchDispatchMode):
         self._calls: dict[str, deque[Call]] = defaultdict(lambda: deque(maxlen=_KEPT))  # group -> its last collectives
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Compare the operation if it is a collective, then run it."""
+        """Run the operation. If the operation is a collective, first compare it across ranks."""
         if func.namespace == "c10d" and func.overloadpacket.__name__ not in _ONE_TO_ONE:
             named = dict(zip(argument_names(func), args, strict=False))
             group = dist.ProcessGroup.unbox(named["process_group"])

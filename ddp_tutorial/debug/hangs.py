@@ -7,10 +7,10 @@
     CollectiveError: the order of collectives differs. Rank 0 waits in all_reduce [3] (File "train.py", line 5, in
     step); rank 1 waits in broadcast [3] (File "train.py", line 7, in step).
 
-A thread on each rank polls PyTorch's flight recorder. The thread requests an inspection through the shared store if its
-rank has waited in one collective for `seconds`, or if PyTorch has raised an error. Every rank then publishes the
-collectives that it has entered, the lines that called them, and its current line. All ranks reach the same diagnosis.
-This procedure uses no collectives, so it works while a rank's main thread is blocked in a collective.
+A thread on each rank polls PyTorch's flight recorder. If a rank waits in one collective for `seconds`, or if PyTorch
+raises an error, the rank requests an inspection through the shared store. Every rank then publishes its collectives,
+the lines that called them, and its current line. All ranks reach the same diagnosis. This procedure uses no
+collectives, so it works while a rank's main thread is blocked in a collective.
 """
 
 import itertools
@@ -68,7 +68,7 @@ class RankStatus:
         lines: The current line of the rank's main thread, in the format of `Call.lines`.
         is_busy: Whether the rank uses the CPU.
         members: Dict from process group name to the group's ranks, for each process group that includes this rank.
-        left: How the rank left the block, or "" if the rank has not left. An "idle" rank may become active again.
+        left: "well" or "failed" if the rank has left the block, "idle" if the rank is waiting for work, otherwise "".
     """
 
     calls: tuple[Call, ...]
@@ -111,9 +111,9 @@ class Diagnosis:
     collective: tuple[str, int] | None = None
 
     def explains(self, reason: Reason) -> bool:
-        """Return whether the diagnosis explains why the inspection was requested.
+        """Return whether the diagnosis explains the `reason` for the inspection.
 
-        If PyTorch raises an error on one rank, the other ranks wait for this rank. Their wait is not the cause of the
+        If PyTorch raises an error on one rank, the other ranks wait for that rank, but their waits do not explain the
         error.
         """
         return self.kind in ({"order", "shape"} if reason == "error" else {"order", "shape", "absent"})
@@ -127,13 +127,13 @@ class Diagnosis:
 def watching(world: World, seconds: float = 30.0) -> Iterator["Watch"]:
     """Monitor the collectives of all ranks inside the context.
 
-    All ranks must enter the context the same number of times. Monitoring itself uses no collectives. The ranks are
-    inspected if a rank waits in one collective for `seconds`, or if PyTorch raises an error on a rank.
+    All ranks must enter the context the same number of times. Monitoring itself uses no collectives. An inspection
+    starts if a rank waits in one collective for `seconds`, or if PyTorch raises an error on a rank.
 
-    If the collectives do not match, one rank exits with `CollectiveError`, which `launch` raises as a `RankError`.
-    Without `launch`, the error is printed to stderr and the exit code is 1. If the ranks wait for a rank that is still
-    computing, a warning is logged. A rank that waits for something else, such as a disk, also counts as hanging. Set
-    `seconds` to a time longer than such a wait.
+    If the collectives do not match, one rank exits with `CollectiveError`, and `launch` raises a `RankError`. Without
+    `launch`, the error is printed to stderr and the exit code is 1. If the ranks wait for a rank that is still
+    computing, a warning is logged. A rank that waits for a different resource, such as a disk, also counts as hanging,
+    so `seconds` must exceed the longest expected wait.
 
     Args:
         world: The participating ranks.
@@ -180,7 +180,7 @@ class Watch(threading.Thread):
     """
 
     def __init__(self, world: World, seconds: float, number: int) -> None:
-        """Store the arguments. `number` is the sequence number of the block, and must be the same on all ranks."""
+        """Store the arguments. `number` is this block's sequence number, which must be the same on all ranks."""
         super().__init__(name="watching", daemon=True)
         self.world, self.seconds = world, seconds
         self._number = number
@@ -249,7 +249,7 @@ class Watch(threading.Thread):
         before = self._found.get(number - 1)
         found = self._found[number] = diagnose(statuses)
         was_slow = before is not None and before.kind == "slow" and before.collective == found.collective
-        may_be_slow = was_slow and found.kind == "absent"  # it was computing until now, so wait for the next inspection
+        may_be_slow = was_slow and found.kind == "absent"  # the rank was computing, so wait for the next inspection
         if found.kind == "slow" or may_be_slow:
             self._since = time.monotonic()  # the rank may still hang later
         elif reason != "question":
@@ -283,7 +283,7 @@ def _own_status() -> RankStatus:
 
 
 def uses_cpu() -> bool:
-    """Return whether this process used the CPU during a measurement of `BUSY_SECONDS`."""
+    """Measure for `BUSY_SECONDS`, and return whether this process used the CPU."""
     before = time.process_time()
     time.sleep(BUSY_SECONDS)
     return time.process_time() - before > BUSY_SHARE * BUSY_SECONDS
@@ -296,7 +296,7 @@ def diagnose(statuses: Mapping[int, RankStatus | None]) -> Diagnosis:
     """Diagnose the first collective in which the ranks differ.
 
     Args:
-        statuses: Dict from rank to the rank's state, or to None if the rank does not respond.
+        statuses: Dict from rank to status, which is None if the rank does not respond.
     """
     known = [each for each in statuses.values() if each is not None]
     for group in dict.fromkeys(call.group for each in known for call in each.calls):
@@ -310,14 +310,14 @@ def diagnose(statuses: Mapping[int, RankStatus | None]) -> Diagnosis:
 
 
 def _numbers(statuses: Sequence[RankStatus], group: str) -> range:
-    """Return the sequence numbers of comparable collectives. Each rank keeps only its latest collectives."""
+    """Return the sequence numbers to compare. Collectives before this range are missing on some ranks."""
     of_ranks = [[call.number for call in each.calls if call.group == group] for each in statuses]
     kept = [numbers for numbers in of_ranks if numbers]
     return range(max(numbers[0] for numbers in kept), max(numbers[-1] for numbers in kept) + 1)
 
 
 def _differ(row: Mapping[int, Call | None], statuses: Mapping[int, RankStatus | None]) -> tuple[Kind, str] | None:
-    """Return the kind and the description of the problem in one row of collectives, or None if there is no problem."""
+    """Return the kind and the description of a mismatch in one row of collectives, or None."""
     there = {rank: call for rank, call in row.items() if call is not None}
     if len({call.op for call in there.values()}) > 1:
         return "order", f"the order of collectives differs. {_sentence(_waits(there))}"
@@ -341,7 +341,7 @@ def _differ(row: Mapping[int, Call | None], statuses: Mapping[int, RankStatus | 
 def _waits(calls: Mapping[int, Call], lost: bool = False) -> list[str]:
     """Describe where the ranks wait, grouped by location.
 
-    If a connection was lost (`lost`), a collective marked as completed may have failed.
+    If a connection was lost (`lost`), a collective that is marked as completed may have failed.
     """
     places: dict[tuple[str, tuple[Line, ...], bool], list[int]] = {}
     for rank, call in calls.items():

@@ -6,10 +6,10 @@
         seen.trace                 # PhaseMark("backward", "2.bias", norm), PhaseMark("backward", "2.weight", norm), ...
         seen.in_full(model, device)  # ("forward", "0", norm of the output), ("forward", "1", norm), ...
 
-On a GPU, a hook computes the norm of a tensor but does not read the norm, because reading would synchronize the CPU
-with the GPU. Computing the norms of all outputs would increase the step time by 10 %. The hooks therefore record only
-the inputs of each forward pass, and `in_full` recomputes the outputs on request. Forward passes without gradients, such
-as those of an evaluation, are not recorded.
+On a GPU, hooks compute norms but do not read them, because reading would synchronize the CPU with the GPU. Computing
+the norms of all outputs would increase the step time by 10 %. The hooks therefore record only the inputs of each
+forward pass, and `in_full` recomputes the outputs on request. Forward passes without gradients, such as those of an
+evaluation, are not recorded.
 """
 
 import math
@@ -41,7 +41,7 @@ Phase = Literal["forward", "loss", "backward"]
 
 
 class PhaseMark(NamedTuple):
-    """A recorded norm of a tensor.
+    """The recorded norm of a tensor.
 
     Attributes:
         phase: The phase that produced the tensor.
@@ -99,7 +99,7 @@ class Forward:
             for name, part in [*named, (OUTPUT, module)]:
                 stack.callback(part.register_forward_hook(partial(record, name)).remove)
             torch.cuda.set_rng_state(self.random, device) if device.type == "cuda" else torch.set_rng_state(self.random)
-            with suppress(Exception):  # for example, the model depends on its last batch
+            with suppress(Exception):  # for example, if the model depends on its last batch
                 module(*self.inputs, **self.named)
             for buffer, before in buffers:
                 buffer.copy_(before)
@@ -165,7 +165,7 @@ class StepObservation:
 
 
 class Instrumentation:
-    """Context manager that attaches hooks to a model. A compiled model runs without `torch.compile` in the context."""
+    """Context manager that attaches hooks to a model. Inside the context, compiled models run in eager mode."""
 
     def __init__(
         self,
@@ -277,7 +277,7 @@ class Instrumentation:
         seen.trace.append(PhaseMark("loss", "", _read_if_on_cpu(loss.detach().reshape(())) / factor))
 
     def _gradient(self, name: str) -> Callable[[tuple[torch.Tensor | None, ...]], None]:
-        """Return one parameter's hook, which is optimized for speed because it runs for each parameter in each step."""
+        """Return the gradient hook of one parameter. The hook must be fast, because it runs in every step."""
         is_noted, is_timed = "gradients" in self.observes, "seconds" in self.observes
         usual, norm, is_on_cpu = torch.float32, torch.linalg.vector_norm, self.device.type == "cpu"
         now, mark = time.perf_counter, partial(tuple.__new__, PhaseMark)  # a faster PhaseMark(...)
@@ -329,7 +329,7 @@ class Instrumentation:
 
 
 def _read_if_on_cpu(value: torch.Tensor) -> torch.Tensor | float:
-    """Return `value` as a number if it is on the CPU. Reading a GPU tensor would synchronize the CPU with the GPU."""
+    """Return a CPU tensor as a float. Return a GPU tensor unchanged, because reading it would block the CPU."""
     return float(value.item()) if value.is_cpu else value
 
 
@@ -353,10 +353,10 @@ def _norms_of(output: Any) -> list[torch.Tensor]:
 
 @contextmanager
 def _observe_losses(see: Callable[[torch.Tensor, float], object]) -> Iterator[None]:
-    """Call `see` with each loss on which `backward()` is called inside the context, and with the loss scale.
+    """Inside the context, call `see` with each loss and its scale when `backward()` is called.
 
-    `torch.autograd.backward` is replaced, because `loss.backward()` looks it up on each call. If the backward pass
-    starts at several tensors, the first tensor is the loss, unless a gradient is passed for it.
+    The context replaces `torch.autograd.backward`, because `loss.backward()` looks up this function on each call. If
+    the backward pass starts at several tensors, the first tensor is the loss, unless a gradient is passed for it.
     """
     real, real_scale, real_forward = torch.autograd.backward, torch.amp.GradScaler.scale, StepLoss.forward
     factor = 1.0
@@ -394,7 +394,7 @@ def _observe_losses(see: Callable[[torch.Tensor, float], object]) -> Iterator[No
 
 @contextmanager
 def _observe_loaders(see: Callable[[bool], object]) -> Iterator[None]:
-    """Call `see` inside the context at the start (True) and end (False) of each wait for a `DataLoader`."""
+    """Inside the context, call `see(True)` before and `see(False)` after each wait for a `DataLoader`."""
     real = DataLoaderIterator.__next__
 
     def following(self: Any) -> Any:

@@ -1,8 +1,8 @@
 """Detect ranks whose memory use grows with each step, and identify the tensors responsible.
 
 A memory leak may crash a run only after hours, but the growth is visible after a minute. Listing all live tensors takes
-about a tenth of a second. The detector therefore lists them only twice, after detecting growth. The kinds of tensors
-that have leaked occur more often in the second list.
+about a tenth of a second. The detector therefore lists the tensors only twice, after detecting growth. If a kind of
+tensor leaks, the second list contains more tensors of this kind.
 """
 
 import gc
@@ -34,10 +34,10 @@ _MOST_REPORTED = 3
 class MemoryGrowth(Detector):
     """Detector of ranks whose private memory grows by more than `mb_per_step` MB per step.
 
-    The memory must grow in each quarter of the last `window` steps. On a GPU, PyTorch's allocated memory is also
-    checked. A finding is reported at least ten steps after the growth is detected. The finding lists, by shape and
-    type, the tensors that have become more numerous during these steps. `live_tensors` counts these tensors with
-    Python's garbage collector. Shared memory, such as a memory-mapped file, is not counted.
+    The memory must grow from each quarter of the last `window` steps to the next. On a GPU, the detector also checks
+    the memory that PyTorch has allocated. The detector reports a finding at least ten steps after it detects the
+    growth. The finding lists the shapes and dtypes of the tensors whose number has increased in the meantime. Shared
+    memory, such as a memory-mapped file, is not counted.
     """
 
     name: ClassVar[str] = "memory"
@@ -51,7 +51,7 @@ class MemoryGrowth(Detector):
             window: The number of steps over which growth is measured.
 
         Raises:
-            ValueError: If `mb_per_step` is not positive, or `window` is below 8.
+            ValueError: If `mb_per_step` is not positive, or if `window` is below 8.
         """
         if mb_per_step <= 0 or window < 8:
             raise ValueError(
@@ -96,7 +96,7 @@ class MemoryGrowth(Detector):
         return []
 
     def _compare_lists(self, step: int) -> list[Finding]:
-        """Compare the lists of live tensors, `_EVERY` steps after the growth was detected. Collective."""
+        """Compare the two lists of live tensors once at least `_EVERY` steps have passed. Collective."""
         between = self.program.step - self._listed_at
         if between < _EVERY:
             return []
@@ -122,9 +122,6 @@ class Kind(NamedTuple):
     """The properties by which live tensors are grouped.
 
     Attributes:
-        shape: The shape.
-        dtype: The dtype.
-        device: The device.
         has_graph: Whether the tensors are outputs of an autograd graph.
     """
 
@@ -141,17 +138,17 @@ class Kind(NamedTuple):
 
 
 class LiveTensors(NamedTuple):
-    """Number and total bytes of one kind of tensor. A shared storage counts only toward its largest tensor's kind."""
+    """Number and total bytes of one kind of tensor. A shared storage counts only for its largest tensor."""
 
     number: int = 0
     nbytes: int = 0
 
 
 def live_tensors() -> dict[Kind, LiveTensors]:
-    """Return the number and total size of the tensors that Python objects reference on this rank, by kind.
+    """Return the number and the total size of this rank's live tensors, by kind.
 
-    The function queries Python's garbage collector. Tensors that only C++ objects reference, such as the activations of
-    an autograd graph, are not included. The graph's output is included.
+    Python's garbage collector lists the tensors, so tensors that only C++ objects reference are not included. For
+    example, an autograd graph's output is included, but the graph's activations are not.
     """
     numbers: Counter[Kind] = Counter()
     largest: dict[int, tuple[int, int, Kind]] = {}  # storage -> bytes of the largest tensor, bytes of the storage, kind
@@ -187,7 +184,7 @@ def describe_growth(before: Mapping[Kind, LiveTensors], now: Mapping[Kind, LiveT
 class ProcessMemory:
     """Callable that returns this process's private memory in bytes.
 
-    On Linux, /proc/self/statm stays open, because reading this file takes 1 us, whereas psutil takes 70 us.
+    On Linux, the object keeps /proc/self/statm open, because a read takes only 1 us, whereas psutil takes 70 us.
     """
 
     def __init__(self) -> None:
@@ -210,8 +207,7 @@ def growth_per_step(used: Sequence[float]) -> float:
     """Return the growth of `used` per step if `used` grows from each quarter of its values to the next, otherwise 0.
 
     The growth is the median of the slopes between all pairs of values. This median (the Theil-Sen estimator) is robust
-    against single jumps. Memory that grows between only some of the quarters has grown only once or temporarily, and
-    is not a leak.
+    against single jumps. Growth between only some of the quarters is a single or a temporary increase, not a leak.
     """
     length = len(used)
     quarters = [statistics.median(used[i * length // 4 : (i + 1) * length // 4]) for i in range(4)]

@@ -1,14 +1,14 @@
 """Report the rank, the phase, and the module or parameter of the first NaN or infinity.
 
 The reduction of the gradients spreads a NaN from one rank to all ranks. Each rank therefore records the norms of the
-losses and gradients before the reduction. An infinity is not a problem unless it reaches an update. For example, masks
-contain infinities, and float16 overflows under a `GradScaler`. An error is therefore raised only before an update, and
-the recorded norms then show the origin.
+losses and gradients before the reduction. An infinity is not a problem unless it reaches an update. For example,
+attention masks contain infinities, and float16 gradients overflow under a `GradScaler`. The detector therefore raises
+an error only before an update, and the recorded norms then show the origin.
 
-Module outputs are not recorded. If a gradient is not finite, each rank repeats the forward passes of this step with the
-same inputs, weights and random numbers, and checks all outputs. The weights are still those of the step, because the
-check precedes the update. If only some ranks have a non-finite gradient, the error is raised later, and only the
-recorded norms show the origin.
+Module outputs are not recorded. If a gradient is not finite, each rank repeats the step's forward passes with the same
+inputs, weights and random numbers, and checks all outputs. The weights have not changed yet, because the check precedes
+the update. If only some ranks have a non-finite gradient, the error is raised later, and only the recorded norms show
+the origin.
 """
 
 import math
@@ -28,9 +28,9 @@ class NonFinite(Detector):
     If the gradient is non-finite on all ranks, as is the case after averaging, the error is raised before the update.
     If the gradient is non-finite on only some ranks, the error is raised when the ranks exchange their statistics.
 
-    The inputs of the forward passes are kept until the update. A repeated forward pass differs from the original if the
-    model uses Python's random numbers or depends on the previous batch. The reported origin may then be the loss or a
-    gradient instead of the module, but the reported rank is correct.
+    The inputs of the forward passes stay in memory until the update. A repeated forward pass differs from the original
+    if the model uses Python's random numbers or depends on the previous batch. The reported origin may then be the loss
+    or a gradient instead of the module, but the reported rank is correct.
     """
 
     name: ClassVar[str] = "nonfinite"
@@ -64,7 +64,7 @@ class NonFinite(Detector):
         return []
 
     def check(self, step: int, reports: LocalReport) -> list[Finding]:
-        """If a rank's gradient is not finite, return a finding that contains the origin. Collective."""
+        """Return a finding with the origin if a rank's gradient is not finite. Collective."""
         recorded = self._first_norms.pop(step, None)
         if not any(numbers[0] for numbers in reports):
             return []

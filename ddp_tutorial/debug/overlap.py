@@ -1,4 +1,4 @@
-"""Detect ranks that use the same samples or draw the same random numbers, and therefore duplicate each other's work."""
+"""Detect ranks that use the same samples or draw the same random numbers."""
 
 from collections import Counter, defaultdict
 from collections.abc import Sequence
@@ -18,7 +18,7 @@ from ddp_tutorial.debug.instrumentation import StepObservation
 _MOST = 500_000
 # Maximum number of 64-bit numbers to read from a sample. In larger samples, evenly spaced numbers are read.
 _NUMBERS = 1 << 14
-# Two ranks overlap if they share half of their samples in `_STEPS` consecutive steps, and at least `_SAMPLES` in all.
+# Two ranks overlap if they share half of their samples in `_STEPS` consecutive steps, and `_SAMPLES` in total.
 _STEPS, _SAMPLES = 3, 3
 
 _CAPACITY = 256  # initial number of values per rank and exchange, which grows to twice the largest demand
@@ -32,10 +32,10 @@ class DataOverlap(Detector):
     The sample hashes are exchanged together with the other statistics, so this detector requires no additional
     collective.
 
-    A sample is a row of the model's inputs during training. The detector does not need to know when an epoch ends,
-    because it starts over when a rank uses one of its own samples again. Within an epoch, no sample should be used
-    twice. A few duplicates are allowed, because samplers may pad the data or draw samples with replacement. Samples
-    with random augmentation differ each time, so their duplicates are not detected.
+    A sample is a row of the model's inputs during training. The detector starts over when a rank uses one of its own
+    samples again, which indicates a new epoch. Within an epoch, no sample should be used twice. A few duplicates are
+    allowed, because samplers may pad the data or draw samples with replacement. Samples with random augmentation differ
+    each time, so their duplicates are not detected.
     """
 
     name: ClassVar[str] = "overlap"
@@ -66,7 +66,7 @@ class DataOverlap(Detector):
     def values_to_exchange(self) -> torch.Tensor | None:
         """Return the number of pending values, followed by the values that fit into this exchange.
 
-        The next exchange sends the rest. The values of a step are the number of samples and the sample hashes.
+        The next exchange sends the remaining values. A step's values are the number of samples and the sample hashes.
         """
         if self._is_done:
             return None
@@ -94,7 +94,7 @@ class DataOverlap(Detector):
         return [Finding(self.name, step, ranks, message, "warning", "data")]
 
     def _steps(self) -> list[Steps]:
-        """Remove and return the samples of all steps that every rank has sent completely, by rank."""
+        """Remove and return each rank's samples from all steps that every rank has sent completely."""
         of_ranks = []
         for pending in self._incomplete:
             steps, place = [], 0
@@ -110,11 +110,11 @@ class DataOverlap(Detector):
 class Epoch:
     """The samples of all ranks since the comparison started.
 
-    The state is the same on all ranks, so all ranks reach the same conclusion.
+    All ranks store the same samples, so all ranks reach the same conclusion.
     """
 
     def __init__(self, size: int) -> None:
-        """Create an epoch without samples for `size` ranks."""
+        """Create an empty epoch for `size` ranks."""
         self.size = size
         # After the end of an epoch, samples are assigned to ranks at random. The probability that none of this many
         # samples returns to its previous rank is (1 - 1 / size) ** (20 size), which is about e ** -20.
@@ -238,7 +238,7 @@ class SameRandomNumbers(Detector):
 def rows_hashed(inputs: Any) -> torch.Tensor:
     """Return a 64-bit hash of each row of a batch as a tensor [rows], which is empty if the batch contains no tensors.
 
-    The hash covers all dense tensors of the batch that have the same number of rows as the first.
+    The hash covers all dense tensors of the batch that have the same number of rows as the first dense tensor.
     """
     if len(inputs) == 1 and isinstance(inputs[0], torch.Tensor):  # a fast path for the most common case
         leaves = [inputs[0]]

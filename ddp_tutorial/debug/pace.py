@@ -70,7 +70,7 @@ class _WindowDetector(Detector):
 
 
 class Straggler(_WindowDetector):
-    """Detector of ranks that are slow in the same phase in two consecutive windows and delay the other ranks.
+    """Detector of ranks that delay the other ranks in the same phase of two consecutive windows.
 
     The detector measures only a rank's own work: waiting for data, the forward pass, and the backward pass up to the
     rank's last gradient.
@@ -100,10 +100,10 @@ class Straggler(_WindowDetector):
 
 
 def slow_rank(seconds: dict[str, list[float]]) -> tuple[int, str, float] | None:
-    """Return the rank that `runs.summaries.straggler` reports, its slow phase, and the lost seconds, or None.
+    """Return the straggler, its slow phase and the lost seconds, or None if there is no straggler.
 
-    In `runs.summaries`, the backward time includes waits for other ranks. In `seconds`, the backward time covers only
-    the rank's own work, so the forward and backward times are summed.
+    In `runs.summaries.straggler`, the backward time includes waits for other ranks. In `seconds`, the backward time
+    covers only the rank's own work, so the forward and backward times are summed.
     """
     own = [sum(each) for each in zip(seconds["forward"], seconds["backward"], strict=True)]
     rest = [whole - data for whole, data in zip(seconds["step"], seconds["data"], strict=True)]
@@ -130,11 +130,11 @@ class DataStarvation(_WindowDetector):
         """Store the arguments.
 
         Args:
-            limit: The maximum fraction of its time that a rank may wait for data without being reported.
+            limit: The maximum fraction of a rank's time that may be spent waiting for data.
             window: The number of steps in a window.
 
         Raises:
-            ValueError: If `limit` is not between 0 and 1, or `window` is below 1.
+            ValueError: If `limit` is not between 0 and 1, or if `window` is below 1.
         """
         super().__init__(window)
         if not 0 < limit < 1:

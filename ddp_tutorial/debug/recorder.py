@@ -1,8 +1,8 @@
 """Read the collectives that this rank has entered, and the lines that called them, from PyTorch's flight recorder.
 
-PyTorch keeps the last 2,000 collectives of a process (TORCH_FR_BUFFER_SIZE). These include gloo's collectives, and the
-collectives that DDP starts in C++. Each record contains the collective's sequence number in its group, the tensor sizes
-and the Python stack.
+PyTorch keeps the last 2,000 collectives of a process (TORCH_FR_BUFFER_SIZE). The records include gloo's collectives,
+and the collectives that DDP starts in C++. Each record contains the collective's sequence number in its group, the
+tensor sizes and the Python stack.
 """
 
 import sys
@@ -43,7 +43,7 @@ class Line:
 
 @dataclass(frozen=True)
 class Call:
-    """A collective that one rank has entered. Ranks with matching sequences of collectives assign it the same number.
+    """A collective that one rank has entered. Matching collectives have the same number on all ranks.
 
     Attributes:
         group: The name of the process group.
@@ -70,17 +70,17 @@ class Call:
 
 
 def calls(last: int = 200) -> list[Call]:
-    """Return the collectives that this rank has entered, oldest first, from the `last` records."""
+    """Return the collectives among this rank's most recent `last` records, oldest first."""
     entries = flight_record().get("entries", [])
     return [_call(entry) for entry in entries[-last:] if not entry["is_p2p"] and entry["pg_id"] >= _oldest]
 
 
 def progress() -> dict[str, tuple[int, int]]:
-    """Return the sequence numbers of each group's last entered collective and last completed collective.
+    """Return the sequence numbers of the last entered and the last completed collective of each group.
 
     A group's first NCCL collective connects the ranks, and PyTorch enqueues the collective only after all ranks have
     entered it. For a group without an enqueued collective, this function therefore also reads the recorder's entries,
-    which takes up to 40 ms. The entry of a connecting collective is not among those that PyTorch calls active.
+    which takes up to 40 ms. PyTorch does not list a connecting collective among the active collectives.
     """
     seen = {
         str(group): (each["last_enqueued_collective"], each["last_completed_collective"])
@@ -139,8 +139,8 @@ def _call(entry: dict[str, Any]) -> Call:
 def _lines(stack: Iterable[tuple[str, int, str]]) -> tuple[Line, ...]:
     """Select the relevant lines of a stack, which starts with the innermost frame.
 
-    The first selected line is the innermost one outside of PyTorch and the standard library. If this line is in this
-    package, the second selected line is the innermost one outside of this package.
+    The first selected line is the innermost line outside of PyTorch and the standard library. If the first line is in
+    this package, the second selected line is the innermost line outside of this package.
     """
     found: list[Line] = []
     for file, number, function in stack:

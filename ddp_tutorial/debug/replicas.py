@@ -2,8 +2,8 @@
 
 Replicas start with identical weights and receive the same gradients, so they stay bitwise identical. The check
 therefore has no tolerance. Each rank sends one number that depends on all bits of its state. If the numbers differ, the
-ranks compare the tensors one by one. This check is the most expensive one, because it reads all bits. It therefore runs
-only occasionally, or if the ranks' averaged gradients differ.
+ranks compare the tensors one by one. Reading all bits is expensive, so the check runs only occasionally, or if the
+averaged gradients differ between ranks.
 """
 
 import zlib
@@ -31,19 +31,19 @@ _WHOLE = 1 << 48  # a float64 represents every integer below this value exactly
 class ReplicaDrift(Detector):
     """Detector of differences between ranks in parameters, buffers, optimizer state and optimizer options.
 
-    Parameters and optimizer state are compared after the first step, and then once per `every` steps, before the
-    update, together with the other exchanged values. With `every=1`, they are compared after each step. Buffers are
-    compared in the same steps, at the start of the first forward pass, just after DDP has broadcast them.
+    The detector compares parameters and optimizer state after the first step, and then once per `every` steps, before
+    the update. With `every=1`, the comparison runs after each step. In the same steps, the detector compares buffers at
+    the start of the first forward pass, just after DDP has broadcast them.
 
-    Differences caused by a gradient are detected at the next exchange and reported with that gradient's step. For this
-    purpose, the ranks compare a sum of the averaged gradients for each step. Other differences, such as an option that
-    one rank has changed, are detected up to `every - 1` steps later. They are reported with the step in which they were
-    detected. The message contains the last step without a difference.
+    Differences caused by a gradient are detected at the next exchange, and reported with the gradient's step. To detect
+    such differences, the ranks compare a sum of the averaged gradients of each step. Other differences, such as an
+    option that one rank has changed, are detected up to `every - 1` steps later. The finding then contains the step of
+    the detection, and the message contains the last step without a difference.
 
     A difference in the parameters or the optimizer is an error. A difference in the buffers is only a warning, because
-    training remains correct. However, a checkpoint contains only rank 0's buffers. Sharded state, such as DTensors,
-    shards of `zero`, and the state of `ZeroRedundancyOptimizer` and `ShardedOptimizer`, is not compared. Do not use
-    this detector if ranks update their weights independently, as with local SGD.
+    training remains correct. However, a checkpoint contains only rank 0's buffers. The detector does not compare
+    sharded state, such as DTensors, shards of `zero`, and the state of `ZeroRedundancyOptimizer` and
+    `ShardedOptimizer`. Do not use this detector if ranks update their weights independently, as with local SGD.
 
     Args:
         every: The number of steps between two comparisons.
@@ -162,7 +162,7 @@ class ReplicaDrift(Detector):
         return [Finding(self.name, step, ranks, message, "error", name)]
 
     def _state(self) -> Iterator[tuple[str, Any]]:
-        """Yield all values that an update reads and writes, by name.
+        """Yield the name and the value of all state that an update reads or writes.
 
         Options precede the parameters, because different options lead to different parameters.
         """
@@ -212,7 +212,7 @@ def _differ(ranks: Sequence[int], size: int) -> str:
 def checksums(named: Mapping[str, Any]) -> dict[str, int]:
     """Return a number below 2**48 for each tensor and each plain value.
 
-    The number depends on all bits and, with rare exceptions, on their positions.
+    Each number depends on all bits of the value and, with rare exceptions, on the positions of the bits.
     """
     sums: dict[str, int | torch.Tensor] = {}
     for name, value in named.items():
@@ -230,8 +230,8 @@ def checksums(named: Mapping[str, Any]) -> dict[str, int]:
 def _checksum(tensor: torch.Tensor) -> int | torch.Tensor:
     """Return a hash of all bits of the tensor.
 
-    The rows are summed at each of the 1,024 positions, each sum is multiplied by a weight, and the products are added.
-    Hashing is as fast as reading the memory. The hash detects moved values, unless they moved by whole rows.
+    Large tensors are summed into 1,024 integers, and the hash is the dot product of these integers and random weights.
+    Hashing is as fast as reading the memory. The hash detects moved values, unless they have moved by whole rows.
     """
     if tensor.dtype is torch.float32 and tensor.is_cpu:  # the most common case
         values = tensor.detach().contiguous().numpy()

@@ -14,11 +14,11 @@ _KNOWN = 10
 
 
 class GradientSpike(Detector):
-    """Detector of ranks whose gradient norm exceeds `times` times the median over their last `window` steps.
+    """Detector of ranks whose gradient norm exceeds the median of their last `window` steps by a factor of `times`.
 
     The detector uses each rank's own gradient, before averaging and clipping, so the finding identifies the rank with
-    the unusual samples. With several ranks, a jump in the loss and the gradient by about the same factor on all ranks
-    is a change of scale, and is not reported.
+    the unusual samples. With several ranks, a jump of all losses and gradients by about the same factor is a change of
+    scale, and is not reported.
     """
 
     name: ClassVar[str] = "spike"
@@ -33,7 +33,7 @@ class GradientSpike(Detector):
             window: The number of steps over which the median is computed.
 
         Raises:
-            ValueError: If `times` is not above 1, or `window` is below 10.
+            ValueError: If `times` is not above 1, or if `window` is below 10.
         """
         if times <= 1 or window < _KNOWN:
             raise ValueError(
@@ -91,10 +91,10 @@ def _scale_has_changed(higher: Sequence[float], losses_higher: Sequence[float]) 
 
 
 class LossDivergence(Detector):
-    """Detector that reports an error if the mean loss over all ranks exceeds `times` times its initial value.
+    """Detector that reports an error if the mean loss over all ranks has grown by more than a factor of `times`.
 
-    Both values are medians over `window` steps. The loss is the tensor on which `backward` is called, excluding the
-    scale factor of a `GradScaler`.
+    The initial and the current loss are medians over `window` steps. The loss is the tensor on which `backward` is
+    called, excluding the scale factor of a `GradScaler`.
     """
 
     name: ClassVar[str] = "divergence"
@@ -109,7 +109,7 @@ class LossDivergence(Detector):
             window: The number of steps in each median.
 
         Raises:
-            ValueError: If `times` is not above 1, or `window` is below 1.
+            ValueError: If `times` is not above 1, or if `window` is below 1.
         """
         if times <= 1 or window < 1:
             raise ValueError(f"'times' must be above 1, and 'window' must be at least 1 step, got {times=}, {window=}")
@@ -145,8 +145,8 @@ class LossDivergence(Detector):
 def has_diverged(first: Sequence[float], now: Sequence[float], times: float) -> bool:
     """Return whether the loss has increased by more than `(times - 1) * scale`.
 
-    `scale` is the absolute median or the range of `first`, whichever is larger. The increase is the difference between
-    the medians of `now` and `first`.
+    `scale` is the larger of the absolute median and the range of `first`. The increase is the difference between the
+    medians of `now` and `first`.
     """
     began = statistics.median(first)
     return statistics.median(now) > began + (times - 1) * max(abs(began), max(first) - min(first))

@@ -13,10 +13,10 @@ _MOST = 20
 
 
 class UnusedParameters(Detector):
-    """Detector of parameters without a gradient. Each such parameter is reported once, by name.
+    """Detector of parameters without a gradient. The detector reports each parameter once, by name.
 
-    Models with `find_unused_parameters=True` are not checked. If only some ranks use a parameter, these ranks may block
-    in the backward pass of PyTorch's DDP, before the optimizer step. Use `watching` to detect this.
+    The detector skips models with `find_unused_parameters=True`. If only some ranks use a parameter, these ranks may
+    block in the backward pass of PyTorch's DDP, before the optimizer step. Use `watching` to detect such a hang.
     """
 
     name: ClassVar[str] = "unused"
@@ -33,7 +33,7 @@ class UnusedParameters(Detector):
         self._mine: dict[int, list[str]] = {}  # step -> the names, until exchanged
 
     def local_report(self, observation: StepObservation) -> Sequence[float]:
-        """Return a checksum of the names of the unused parameters, or 0 if there are none."""
+        """Return a checksum of the names of the unused parameters, or 0 if all parameters are used."""
         arrived = observation.gradients.keys()
         if self._is_allowed or not arrived or self._trained.keys() <= arrived:
             return [0.0]
