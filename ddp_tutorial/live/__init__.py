@@ -1,4 +1,4 @@
-"""Inspect and change running ranks between calls.
+"""Run calls on persistent ranks, and inspect the ranks between calls.
 
 - `pool` defines the `Ranks` class. Ranks keep variables between calls and recover from errors, interrupts and hangs.
 - `controller` manages all ranks of a pool, and `worker_handle` manages one rank.

@@ -1,6 +1,6 @@
 """Start the ranks of a pool on this machine or on the hosts of an emulated cluster.
 
-The pool communicates with the ranks through pipes in both cases. A backend starts the processes, provides the
+With either backend, the pool communicates with the ranks through pipes. A backend starts the processes, provides the
 rendezvous port, and maps each rank to a host.
 """
 
@@ -28,7 +28,7 @@ from ddp_tutorial.processes.transport import Descriptor
 
 
 class LocalBackend:
-    """Backend whose ranks are child processes. This process hosts their rendezvous store on the loopback interface."""
+    """Backend whose ranks are child processes. The pool hosts the rendezvous store on the loopback interface."""
 
     nodes, description, outage = 1, "", ""  # `ClusterBackend` documents these attributes
 
@@ -38,7 +38,7 @@ class LocalBackend:
         self.store: dist.TCPStore | None = None
 
     def open(self) -> None:
-        """Create the store, which must outlive the ranks."""
+        """Create the rendezvous store, which must outlive the ranks."""
         self.store = loopback_store(self.n)
 
     def check(self, ranks: Sequence[int]) -> None:
@@ -89,9 +89,9 @@ class LocalBackend:
 class ClusterBackend:
     """Backend that runs the same number of ranks on each node of a cluster.
 
-    The ranks rendezvous at rank 0, inside the cluster's network, with a new port for each rendezvous. If the cluster is
-    not running, the backend starts it, and stops it together with the pool. A cluster that is already running is
-    neither changed nor stopped.
+    The ranks rendezvous at rank 0 inside the cluster's network, on a new port each time. If the cluster is not running,
+    the backend starts it, and stops it together with the pool. A cluster that is already running is neither changed nor
+    stopped.
     """
 
     def __init__(self, n: int, cluster: Cluster) -> None:
@@ -109,12 +109,12 @@ class ClusterBackend:
 
     @property
     def description(self) -> str:
-        """Suffix with the number of nodes, and the rate and delay of the links between them."""
+        """Description of the nodes and their links, which is appended to the pool's description."""
         return f", on {self.nodes} node{'s' if self.nodes > 1 else ''}, {self.cluster.description}"
 
     @property
     def outage(self) -> str:
-        """Message that names the nodes whose cable is unplugged, or an empty string if there are none."""
+        """Message that lists the nodes with an unplugged cable, or an empty string."""
         out = sorted(self.cluster.unplugged)
         return f"the cable of {' and '.join(out)} is unplugged" if out else ""
 
@@ -125,7 +125,7 @@ class ClusterBackend:
             self.cluster.__enter__()
 
     def check(self, ranks: Sequence[int]) -> None:
-        """Check that these ranks can be restarted. Restart the pool's own cluster if it has stopped.
+        """Check that `ranks` can be restarted. Restart the pool's own cluster if it has stopped.
 
         Raises:
             ConfigError: If a rank's node has been killed, or if a cluster that the pool did not start has stopped.

@@ -1,8 +1,8 @@
 """Start a pool's ranks, send them calls, and recover from failures.
 
-A call finishes when all participating ranks have finished it. Until then, the controller checks the ranks' progress
-periodically. If a rank waits in a collective that a different rank does not enter, the controller collects the stacks
-of all ranks and aborts the call.
+A call finishes when all participating ranks have finished the call. Until then, the controller checks the ranks'
+progress periodically. If a rank waits in a collective that not all ranks enter, the controller collects the stacks of
+all ranks and aborts the call.
 """
 
 import secrets
@@ -63,7 +63,7 @@ class Controller:
     # ---------------------------------------------------------------------------------------------------- starting
 
     def _start(self, workers: Sequence[WorkerHandle]) -> None:
-        """Start the workers' processes. If a process cannot be started, all these workers count as dead."""
+        """Start the workers' processes. If one process cannot be started, all `workers` count as dead."""
         settings = {
             "threads": self.threads,
             "device": self.device,
@@ -129,12 +129,12 @@ class Controller:
     # ------------------------------------------------------------------------------------------------------- a call
 
     def _call(self, kind: str, *content: Any, on: Iterable[int] | None = None) -> dict[int, Any]:
-        """Run the request `kind` on several ranks (by default, on all ranks), and return each rank's result.
+        """Run the request `kind` on the ranks in `on` (by default, all ranks), and return each rank's result.
 
         Raises:
             RuntimeError: If a different thread is using the ranks.
             RankError: If the request failed on a rank.
-            CollectiveError: If a rank waited in a collective that a different rank did not enter.
+            CollectiveError: If a rank waited in a collective that not all ranks entered.
         """
         if not self._busy.acquire(blocking=False):
             raise RuntimeError("the ranks are busy with a call from a different thread: wait until the call finishes")
@@ -199,7 +199,7 @@ class Controller:
     def _wait(self, workers: Sequence[WorkerHandle], interrupts: list[int]) -> Diagnosis | None:
         """Wait until all workers have finished the call, or until an interrupt arrives.
 
-        If a rank waits in a collective that a different rank does not enter, abort the call and return the diagnosis.
+        If a rank waits in a collective that not all ranks enter, abort the call and return the diagnosis.
         """
         poll_at = time.monotonic() + POLL_SECONDS
         slow_until = 0.0
@@ -230,7 +230,7 @@ class Controller:
         return None
 
     def _end_call(self, workers: Sequence[WorkerHandle]) -> None:
-        """Interrupt workers that have not finished the call. Workers that do not respond are woken, and then killed."""
+        """Interrupt workers that have not finished the call. Unresponsive workers are first woken, then killed."""
         for each in workers:
             each.was_terminated = each.is_busy
         for seconds, wake in ((0.3, False), (REACT_SECONDS / 2, True), (REACT_SECONDS / 2, True)):
@@ -266,7 +266,7 @@ class Controller:
         return error
 
     def _failed(self, workers: Sequence[WorkerHandle], found: Diagnosis | None) -> Exception:
-        """Return the exception for a failed or aborted call. Its message names the first cause."""
+        """Return the exception for a failed or aborted call. The message names the first cause."""
         own = [each for each in workers if (each.failure or each.death) and not each.was_terminated]
         causes = [each for each in own if each.death or found is None or found.kind == "failed"]
         after = self._recover(workers)
@@ -299,8 +299,8 @@ class Controller:
     def _recover(self, workers: Sequence[WorkerHandle]) -> list[str]:
         """Recover from a failed call, and return sentences that describe the recovery.
 
-        If a rank has exited, the other ranks leave the process group. Otherwise, if a collective has failed or the
-        ranks have not finished the same collectives, they form a new process group as soon as they can communicate.
+        If a rank has exited, the other ranks leave the process group. If a collective has failed, or the ranks have not
+        finished the same collectives, they form a new group as soon as they can communicate.
         """
         has_died = any(each.death for each in self._workers)
         if not has_died and (self.n == 1 or self._are_in_step(workers)):
@@ -335,7 +335,7 @@ class Controller:
     def _are_in_step(self, workers: Sequence[WorkerHandle]) -> bool:
         """Return whether all ranks have finished the same collectives and no collective has failed.
 
-        If a rank was woken from a collective, the result is False even if the rank reports no error, because the
+        The result is also False if a rank was woken from a collective. Such a rank may report no error, because the
         interrupt may have arrived before gloo's error.
         """
         if any(each.was_woken or (each.failure and each.failure.in_collective) for each in workers):
@@ -352,7 +352,7 @@ class Controller:
     def _ask(self, what: str, seconds: float) -> dict[int, Answer | None]:
         """Query all running ranks in parallel, even while they execute a call.
 
-        The answer of a rank is None if the rank does not reply within `seconds`.
+        A rank's answer is None if the rank does not reply within `seconds`.
         """
         self._question += 1
         number = self._question

@@ -13,13 +13,13 @@ _show: Callable[[MimeBundle], None] | None = None  # set if this process is a ra
 
 
 def set_display(show: Callable[[MimeBundle], None]) -> None:
-    """Make the function `display` in this process call `show`."""
+    """Set the function that `display` calls in this process."""
     global _show
     _show = show
 
 
 def display(*values: Any, **_: Any) -> None:
-    """Display values in the notebook like IPython's `display`, labeled with this rank's number.
+    """Display values in the notebook, as IPython's `display` does, labeled with this rank's number.
 
     Outside a pool, the values are printed.
     """

@@ -25,14 +25,14 @@ _ASKS = re.compile(r"([\w.\[\]'\"]+)(\?{1,2})")
 
 
 class MagicError(ConfigError):
-    """Raised when a magic is called incorrectly. A notebook shows only the message."""
+    """Raised when a magic is called incorrectly. A notebook shows only the message, without a traceback."""
 
     def _render_traceback_(self) -> list[str]:
         return f"{type(self).__name__}: {self}".split("\n")
 
 
 class _Parser(argparse.ArgumentParser):
-    """Parser for a magic's arguments. It raises `MagicError` for invalid arguments, instead of exiting."""
+    """Parser that raises `MagicError` for invalid arguments of a magic, instead of exiting."""
 
     def error(self, message: str) -> NoReturn:
         """Raise `MagicError` with the message."""
@@ -197,7 +197,7 @@ class RankMagics(Magics):
             )
 
     def end(self) -> None:
-        """Stop the ranks, if there are any."""
+        """Stop the ranks if they are running."""
         if self.pool is not None:
             self.pool.stop()
         self.pool = None

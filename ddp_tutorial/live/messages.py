@@ -52,7 +52,7 @@ class Snapshot:
     """The progress of a rank.
 
     Attributes:
-        progress: By process group, the sequence numbers of the last entered and the last completed collective.
+        progress: Dict from process group to the sequence numbers of its last entered and last completed collective.
     """
 
     progress: dict[str, tuple[int, int]] = field(default_factory=dict)

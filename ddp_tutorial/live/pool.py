@@ -48,13 +48,13 @@ _pools: "weakref.WeakSet[Ranks]" = weakref.WeakSet()
 class Ranks(Controller):
     """Pool of `n` ranks that run until `stop` is called or the `with` block exits.
 
-    Every call blocks until all participating ranks have finished it. If the call fails on a rank, it also stops on the
-    other ranks, and `RankError` is raised with the failed rank's traceback. If a rank waits too long in a collective, a
-    `CollectiveError` reports where each rank is waiting. An interrupt stops the call on all ranks.
+    Every call blocks until all participating ranks have finished the call. If a call fails on a rank, the pool stops
+    the call on the other ranks, and raises `RankError` with the failed rank's traceback. If a rank waits too long in a
+    collective, a `CollectiveError` reports where each rank is waiting. An interrupt stops the call on all ranks.
 
-    The ranks keep running after a failure. If they have lost a connection or not finished the same collectives, they
-    form a new process group. Objects that hold the old group, such as a `DistributedDataParallel`, must then be created
-    again; all other variables are kept. If a rank dies, `restart` replaces it.
+    The ranks keep running after a failure. If the ranks have lost a connection, or have not finished the same
+    collectives, they form a new process group. Then recreate objects that hold the old group, such as
+    `DistributedDataParallel`. All other variables are kept. If a rank dies, `restart` replaces it.
     """
 
     def __init__(
@@ -75,11 +75,11 @@ class Ranks(Controller):
             n: Number of ranks.
             cluster: Cluster whose nodes run the ranks, on CPUs only. Each node runs the same number of ranks. If the
                 cluster is not running, as in `cluster=Cluster(2, "1gbit")`, the pool starts it, and `stop` stops it.
-            threads: Number of torch threads per rank. By default, the cores of this machine are divided evenly.
+            threads: Number of torch threads per rank. By default, the ranks share this machine's cores evenly.
             device: "cpu", "cuda" or "auto", as for `launch`.
             backend: "gloo", "nccl" or "auto", as for `launch`.
-            wait_timeout: Maximum time in seconds that a rank may wait in a collective that a different rank does not
-                enter. The timeout does not apply while the other rank is still computing.
+            wait_timeout: Maximum time in seconds that a rank may wait in a collective that not all ranks enter. The
+                timeout does not apply while the missing ranks are still computing.
             collective_timeout: Timeout of the process group in seconds.
             echo: Whether to show the ranks' output, figures and displayed values.
 
@@ -120,7 +120,7 @@ class Ranks(Controller):
 
     @property
     def description(self) -> str:
-        """Summary of the pool, such as `2 ranks on cpu, gloo`. On a cluster, it includes the nodes and links.
+        """Summary of the pool, such as `2 ranks on cpu, gloo`. On a cluster, the summary includes the nodes and links.
 
         If many ranks share the CPU cores, a second line contains a warning.
         """
@@ -227,10 +227,10 @@ class Ranks(Controller):
     def restart(self, *, everything: bool | None = None) -> list[int]:
         """Restart the dead ranks, or all ranks if no rank is dead, and form a new process group.
 
-        The other ranks keep their variables. If a process cannot be started, a second call starts it again.
+        The other ranks keep their variables. If a process cannot be started, call `restart` again.
 
         Args:
-            everything: True restarts all ranks; False restarts only dead ranks.
+            everything: True restarts all ranks, and False restarts only dead ranks.
 
         Returns:
             The ranks that were restarted.

@@ -1,8 +1,8 @@
 """Run one rank of a pool. The rank executes calls, keeps its variables between calls, and can abort blocked calls.
 
 The main thread runs the calls. Meanwhile, a second thread replies to queries about this rank's progress and can
-interrupt Python code. It can also wake the main thread from a collective that will never finish, by closing the
-connections to the other ranks.
+interrupt Python code. The second thread can also wake the main thread from a collective that will never finish, by
+closing the connections to the other ranks.
 """
 
 import ast
@@ -56,7 +56,7 @@ def serve(_: int, spec: WorkerSpec) -> None:
 
 
 class Worker:
-    """One rank of a pool. It contains the rank's process group and its namespace (the `__main__` module)."""
+    """One rank of a pool, with its process group and its namespace (the `__main__` module)."""
 
     def __init__(self, spec: WorkerSpec, send: Sender) -> None:
         """Create a worker that has not yet joined a process group."""
@@ -106,8 +106,8 @@ class Worker:
     def _on_interrupt(self, number: int, frame: object) -> None:
         """Raise `KeyboardInterrupt` in a call if the pool requested an interrupt.
 
-        The terminal or the kernel may send an interrupt to all processes. Such an interrupt has no effect here, because
-        the pool also receives it, and then requests an interrupt.
+        The terminal or the kernel may send an interrupt to all processes. This handler ignores such an interrupt,
+        because the pool receives the same interrupt, and then sends a request.
         """
         asked, self.interrupted = self.interrupted, False
         if asked and self.interruptible:

@@ -92,14 +92,14 @@ class WorkerHandle:
         self._pipes.close()
 
     def request(self, selector: selectors.BaseSelector, number: int, kind: str, *content: Any) -> None:
-        """Queue a request to the rank's main thread. It is sent when `selector` finds the pipe writable."""
+        """Queue a request to the rank's main thread. The request is sent once the pipe is writable."""
         if not self._closed:
             self._request.put((number, kind, *content), selector)
 
     def control(self, *message: Any) -> bool:
         """Send a message to the rank's control thread without blocking, and return whether it was sent.
 
-        It is not sent if the rank is dead, or if the pipe is full because the rank has not run for a long time.
+        The message is not sent if the rank is dead, or if the pipe is full because the rank is stopped.
         """
         if not self._closed:
             with suppress(BrokenPipeError, BlockingIOError):
@@ -166,7 +166,7 @@ class WorkerHandle:
 
     @property
     def reason(self) -> str:
-        """A description of the exception that the rank raised, or of how it died."""
+        """A description of the rank's exception, or of its exit."""
         if self.failure:
             return f"raised {strip_noise(describe_output(str(self.failure.raised)))}"
         return self.death or "has finished the call"
@@ -175,14 +175,14 @@ class WorkerHandle:
     def cause_order(self) -> tuple[int, float]:
         """Sort key for failed ranks. The rank with the smallest key is the most likely cause of the failure.
 
-        Exceptions that originated on a rank come first, sorted by time. Exited ranks are next, then lost connections.
+        Exceptions that originated on a rank come first, sorted by time, then exited ranks, then lost connections.
         """
         if self.failure is None:
             return (1 if self.death else 3), 0.0
         return (2 if lost_connection(self.failure.raised.message) else 0), self.failure.at
 
     def waited_for(self, now: float) -> float:
-        """Return for how many seconds this rank has waited in a collective, according to its last answer."""
+        """Return the time in seconds that this rank has waited in a collective, according to its last answer."""
         return now - self._since if self._seen is not None and self._seen.waits else 0.0
 
     # --------------------------------------------------------------------------------------------------- listening
