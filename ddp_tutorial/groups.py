@@ -31,8 +31,8 @@ def shared_group(ranks: Sequence[int], purpose: str, **options: Any) -> Any:
     """Return the process group of `ranks` for `purpose`. The first call creates the group. Collective.
 
     Models share groups, because each gloo group requires its own threads and sockets. The groups are destroyed together
-    with the default group. The members are ranks in the default group, and `purpose` distinguishes groups with the same
-    members. `options` are keyword arguments for `torch.distributed.new_group`.
+    with the default group. `ranks` contains ranks of the default group, and `purpose` distinguishes groups with the
+    same ranks. `options` are keyword arguments for `torch.distributed.new_group`.
     """
     default = dist.group.WORLD
     assert default is not None, "shared_group requires a default process group"

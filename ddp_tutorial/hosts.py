@@ -23,7 +23,7 @@ _LOST = ("timed out", "timeout", "by peer", "connection refused", "no route to h
 
 
 class LostHostError(FailedError):
-    """Raised if a different host, or a rank on that host, no longer responds."""
+    """Raised if a remote host, or a rank on that host, no longer responds."""
 
 
 class Peer(NamedTuple):
@@ -37,8 +37,8 @@ class Peer(NamedTuple):
 def interface_to(address: str) -> str | None:
     """Return the name of the network interface that routes to a host name or address. The function sends no data.
 
-    The result is None if the name cannot be determined, or if `address` is a loopback address. With a loopback address,
-    all ranks are on this host.
+    The result is None if the name cannot be determined, or if `address` is a loopback address, because all ranks are
+    then on this host.
     """
     if address in {"", "localhost", "::1"} or address.startswith("127."):
         return None
@@ -85,7 +85,7 @@ def peers(rank: int, size: int) -> list[Peer]:
 
 
 def own_address() -> str:
-    """Return the address of the interface that GLOO_SOCKET_IFNAME specifies, or this host's name if there is none."""
+    """Return the IPv4 address of the interface in GLOO_SOCKET_IFNAME, or this host's name if no address is found."""
     name = os.environ.get(GLOO_INTERFACE, "").partition(",")[0]
     found = [each.address for each in psutil.net_if_addrs().get(name, []) if each.family == socket.AF_INET]
     return found[0] if found else socket.gethostname()
@@ -102,10 +102,7 @@ def raise_if_lost(error: BaseException, peers: Sequence[Peer], rank: int) -> Non
 
 
 def describe_lost_host(error: BaseException, peers: Iterable[Peer], rank: int) -> LostHostError:
-    """Return an error that lists the hosts that no longer respond.
-
-    The function probes all other hosts in parallel, for up to `_PROBE_SECONDS`.
-    """
+    """Probe all other hosts for up to `_PROBE_SECONDS`, and return an error that lists the unresponsive hosts."""
     here = next(peer for peer in peers if peer.rank == rank)
     # Hosts are identified by name and address, because several hosts may have the same name.
     others = dict.fromkeys(peer[1:] for peer in peers if peer[1:] != here[1:])

@@ -65,7 +65,7 @@ def is_due(step: int, every: float) -> bool:
 
 
 def times_due(steps: int, every: float) -> int:
-    """Return the number of times an action runs in `steps` steps: every `every` steps, and after the last step."""
+    """Count how often an action runs in `steps` steps: once per `every` steps, and after the last step."""
     return _ended(steps, every) + (not is_due(steps, every)) if every else 0
 
 

@@ -22,7 +22,7 @@ Along = Literal["shard", "pipeline"]
 class MeshConfig(Config):
     """The number of model replicas, and the number of ranks that share a replica.
 
-    A missing value is computed from the number of ranks. If all values are missing, all ranks share one replica.
+    A missing number is computed from the number of ranks. If all numbers are missing, all ranks share one replica.
     """
 
     replicate: int | None = Field(None, ge=1, examples=[2], description="Number of replicas of the model.")

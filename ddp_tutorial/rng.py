@@ -12,8 +12,7 @@ from numpy.random.mtrand import get_bit_generator, set_bit_generator
 def seed_of(*entropy: int) -> int:
     """Return a 32-bit seed derived from any number of integers. The seeds for (1, 0) and (0, 1) are unrelated.
 
-    Do not use sums such as seed + rank. Otherwise, rank 1 with seed 0 would draw the same numbers as rank 0 with seed
-    1.
+    Do not use sums such as seed + rank, because rank 1 with seed 0 would draw the same numbers as rank 0 with seed 1.
     """
     return int(np.random.SeedSequence(entropy).generate_state(1)[0])
 
@@ -23,8 +22,8 @@ def reseed(*entropy: int, device: torch.device | None = None) -> None:
 
     If `device` is a GPU, its generator is also seeded.
 
-    torch's seed is `seed_of(*entropy)`. NumPy and Python receive different seeds. If NumPy's global generator is not an
-    MT19937, it is replaced with an MT19937.
+    The torch seed is `seed_of(*entropy)`. NumPy and Python receive different seeds. If NumPy's global generator is not
+    an MT19937, it is replaced with an MT19937.
     """
     for_torch, for_numpy, for_python = np.random.SeedSequence(entropy).generate_state(3).tolist()
     # torch.manual_seed would seed every GPU. If CUDA is not initialized, it saves a stack trace, which takes 2 ms.
