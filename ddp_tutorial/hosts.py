@@ -1,7 +1,7 @@
 """Select the network interface for communication between hosts, and detect hosts that no longer respond.
 
 This module is not needed on a single host. By default, gloo uses the address to which the host's own name resolves. On
-many systems, this is a loopback address (127.0.1.1), which other hosts cannot reach.
+many systems, the name resolves to a loopback address (127.0.1.1), which other hosts cannot reach.
 """
 
 import os

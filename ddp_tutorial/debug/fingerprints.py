@@ -52,7 +52,7 @@ def fingerprinted(world: World) -> Iterator[None]:
     mode. Functional collectives, such as those of a DTensor, are not checked.
 
     Raises:
-        CollectiveError: On the last rank to enter a mismatched collective. The other ranks wait until `launch`
+        CollectiveError: If this rank is the last to enter a mismatched collective. The other ranks wait until `launch`
             terminates them.
     """
     require_group(world)

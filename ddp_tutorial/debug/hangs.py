@@ -310,7 +310,7 @@ def diagnose(statuses: Mapping[int, RankStatus | None]) -> Diagnosis:
 
 
 def _numbers(statuses: Sequence[RankStatus], group: str) -> range:
-    """Return the sequence numbers to compare. Collectives before this range are missing on some ranks."""
+    """Return the sequence numbers to compare. Older collectives are missing on some ranks."""
     of_ranks = [[call.number for call in each.calls if call.group == group] for each in statuses]
     kept = [numbers for numbers in of_ranks if numbers]
     return range(max(numbers[0] for numbers in kept), max(numbers[-1] for numbers in kept) + 1)

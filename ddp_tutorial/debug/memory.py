@@ -138,7 +138,7 @@ class Kind(NamedTuple):
 
 
 class LiveTensors(NamedTuple):
-    """Number and total bytes of one kind of tensor. A shared storage counts only for its largest tensor."""
+    """Number and total bytes of one kind of tensor. Shared bytes count only for the largest tensor."""
 
     number: int = 0
     nbytes: int = 0

@@ -189,7 +189,7 @@ class NodeProcess:
     """A rank's process on a node, with the methods of `multiprocessing.Process` that a pool needs.
 
     The rank is not a child of the pool's process, so the cluster sends the exit code through a pipe. The pipe closes
-    when the rank exits, and also when the whole cluster stops.
+    when the rank exits or the whole cluster stops.
     """
 
     def __init__(self, cluster: Cluster, node: int, env: Mapping[str, str], output: int, files: Sequence[int]) -> None:

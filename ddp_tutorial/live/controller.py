@@ -1,6 +1,6 @@
 """Start a pool's ranks, send them calls, and recover from failures.
 
-A call finishes when all participating ranks have finished the call. Until then, the controller checks the ranks'
+A call finishes when all participating ranks have finished the call. During a call, the controller checks the ranks'
 progress periodically. If a rank waits in a collective that not all ranks enter, the controller collects the stacks of
 all ranks and aborts the call.
 """

@@ -53,7 +53,7 @@ class Ranks(Controller):
     collective, a `CollectiveError` reports where each rank is waiting. An interrupt stops the call on all ranks.
 
     The ranks keep running after a failure. If the ranks have lost a connection, or have not finished the same
-    collectives, they form a new process group. Then recreate objects that hold the old group, such as
+    collectives, they form a new process group. Recreate objects that hold the old group, such as
     `DistributedDataParallel`. All other variables are kept. If a rank dies, `restart` replaces it.
     """
 

@@ -112,7 +112,7 @@ def _printing(source: str) -> str:
 
 
 def _is_statement(value: ast.expr) -> bool:
-    """Return whether `value` is a call whose result is not worth printing.
+    """Return whether `value` is a call whose result should not be printed.
 
     Examples are `print(...)` and `dist.all_reduce(x)`.
     """

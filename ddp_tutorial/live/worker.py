@@ -1,8 +1,8 @@
 """Run one rank of a pool. The rank executes calls, keeps its variables between calls, and can abort blocked calls.
 
-The main thread runs the calls. Meanwhile, a second thread replies to queries about this rank's progress and can
-interrupt Python code. The second thread can also wake the main thread from a collective that will never finish, by
-closing the connections to the other ranks.
+The main thread runs the calls. A second thread replies to queries about this rank's progress, and can interrupt Python
+code. The second thread can also wake the main thread from a collective that will never finish, by closing the
+connections to the other ranks.
 """
 
 import ast
