@@ -1,9 +1,8 @@
 """Define a strategy that trains with Hugging Face's Accelerate.
 
-Accelerate wraps the model, decides in which micro-batch the ranks communicate, and runs the backward pass. Everything
-else is the same as in the other strategies. The losses of all ranks are summed and divided by the total count, and
-`Precision` implements mixed precision. Checkpoints contain the same components as with `strategy=ddp`. Accelerate
-divides each loss by the number of micro-batches, so this strategy first multiplies the loss by that number.
+Accelerate wraps the model, selects the micro-batch in which the ranks communicate, and runs the backward pass. Losses,
+mixed precision and checkpoints work as with `strategy=ddp`. Accelerate divides each loss by the number of
+micro-batches, so this strategy first multiplies the loss by that number.
 """
 
 import os
@@ -42,8 +41,8 @@ class AccelerateStrategy(ReplicatedStrategy):
     The constructor is collective. The strategy uses only the `config` options that `FORWARDED_OPTIONS` lists.
 
     Raises:
-        ConfigError: If Accelerate is not installed. Also raised if ACCELERATE_* variables or an earlier `Accelerator`
-            in this process selected a different world, a different device, or unsupported features.
+        ConfigError: If Accelerate is not installed, or if ACCELERATE_* variables or an earlier `Accelerator` selected a
+            different world, a different device, or unsupported features.
     """
 
     link: Link | None = None  # PyTorch's C++ code calls gloo or NCCL directly
@@ -132,8 +131,8 @@ def _require_launch_options(dtype: str, accumulation: int) -> None:
 def _environment_of(world: World) -> Iterator[None]:
     """Set Accelerate's environment variables to match `world` for the duration of the block.
 
-    Without these values, Accelerate would ignore Slurm's variables, create a process group even if torchrun started
-    only one rank, and change the number of threads.
+    Otherwise, Accelerate would ignore Slurm's variables, create a process group for a single torchrun rank, and change
+    the number of threads.
     """
     configured = {
         "RANK": world.rank,
@@ -156,7 +155,7 @@ def _environment_of(world: World) -> Iterator[None]:
 
 
 def _require_fit(accelerator: Any, world: World) -> None:
-    """Raise `ConfigError` if Accelerate is not configured for this rank of `world`."""
+    """Raise `ConfigError` if Accelerate's settings do not match `world`, or if ranks share a GPU."""
     kind = accelerator.distributed_type.value
     wanted = "NO" if world.size == 1 else f"MULTI_{'GPU' if world.device.type == 'cuda' else 'CPU'}"
     found = (kind, accelerator.process_index, accelerator.num_processes, str(accelerator.device))

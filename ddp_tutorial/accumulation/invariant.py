@@ -1,7 +1,7 @@
 """Train with bitwise identical results on 1, 2, 4, ... ranks.
 
 Floating-point sums depend on the order of the operands. In this module, the order does not depend on the number of
-ranks. A step contains V micro-batches, where V is a power of two. They are numbered as in
+ranks. A step contains V micro-batches, where V is a power of two. The micro-batches are numbered as in
 `sharding.permutation.shard_micro_batches`. The micro-batch gradients are summed in a binary tree. In a round that
 starts with n gradients, gradients v and v + n / 2 are added:
 
@@ -10,8 +10,8 @@ starts with n gradients, gradients v and v + n / 2 are added:
                  0   1                 0 + 1: between the two ranks
 
 With W ranks, rank r processes the micro-batches r, r + W, r + 2 W, ... Therefore, the first rounds run within each
-rank. In each of the last log2 W rounds, pairs of ranks exchange their sums (recursive doubling). Both ranks compute
-bitwise identical sums, because a + b equals b + a. Dropout's random numbers depend on the micro-batch, not on the rank.
+rank. In each of the last log2 W rounds, pairs of ranks exchange sums (recursive doubling). Both ranks of a pair compute
+bitwise identical sums, because a + b equals b + a. Dropout's random numbers depend on the micro-batch, not the rank.
 """
 
 from collections.abc import Mapping, Sequence
@@ -35,10 +35,10 @@ from ddp_tutorial.world import World, require_group
 class InvariantStrategy(ReplicatedStrategy):
     """A strategy whose gradients do not depend on the number of ranks.
 
-    The number of ranks must divide `micro_batches`. Runs are bitwise identical only with the same processor type, torch
-    version and micro-batch size. On CPUs, sums also depend on the number of threads. The constructor limits the process
-    to one thread, and `Trainer.train` restores the original limit. A model with buffers, such as BatchNorm's running
-    statistics, is rejected, because buffers depend on the assignment of samples to ranks.
+    The number of ranks must divide `micro_batches`. Runs are bitwise identical only with the same processor type,
+    PyTorch version and micro-batch size. On CPUs, sums also depend on the number of threads. The constructor limits the
+    process to one thread, and `Trainer.train` restores the original limit. A model with buffers, such as BatchNorm's
+    running statistics, is rejected, because buffers depend on the assignment of samples to ranks.
     """
 
     link: Link | None = None  # gradients are sent by torch's collectives
@@ -54,12 +54,11 @@ class InvariantStrategy(ReplicatedStrategy):
     ) -> None:
         """Broadcast rank 0's weights, and limit this process to one thread.
 
-        `micro_batches` is the total number per step over all ranks, and must be a power of two. `seed` is the seed for
-        dropout.
+        `micro_batches` is the number of micro-batches per step on all ranks together, and must be a power of two.
+        `seed` is the seed for dropout.
 
         Raises:
-            ConfigError: If the model contains buffers, or if `micro_batches` is not compatible with the number of
-                ranks.
+            ConfigError: If the model contains buffers, or if `micro_batches` does not fit the number of ranks.
         """
         require_group(world)
         require_even_shares(micro_batches, world.size)
@@ -112,7 +111,7 @@ class InvariantStrategy(ReplicatedStrategy):
         """Do nothing, because models with buffers are rejected."""
 
     def state_dict(self) -> Mapping[str, float]:
-        """Return the state of the loss and the step number. Dropout's random numbers depend on the step number."""
+        """Return the step number, on which dropout's random numbers depend, and the loss state."""
         return {"step": self.step, **super().state_dict()}
 
     def load_state_dict(self, state: Any) -> None:
@@ -157,7 +156,7 @@ def bit_reversed(count: int) -> list[int]:
 
 
 def add_across_ranks(world: World, vector: torch.Tensor) -> torch.Tensor:
-    """Sum `vector` over all ranks in the fixed tree, in place, and return it. Collective.
+    """Sum `vector` over all ranks, in place and in a fixed order, and return the sum. Collective.
 
     The number of ranks must be a power of two.
     """

@@ -7,8 +7,8 @@
         return F.cross_entropy(logits, batch["digit"], reduction="sum"), count, {"accuracy": (right, count)}
 
 A loss function returns a sum and a count. Sums and counts of different micro-batches and ranks can be added, but means
-cannot. The count is the number of samples or of non-padding tokens. Metrics are returned in a dict that maps each name
-to a sum and a count. To combine several losses, return their weighted sum, and report each loss as a metric.
+cannot. The count is the number of samples or non-padding tokens. Metrics are returned in a dict that maps each metric's
+name to a sum and a count. To combine several losses, return their weighted sum, and report each loss as a metric.
 """
 
 import math
@@ -56,7 +56,7 @@ def call_loss(loss: Loss, model: Any, batch: Any) -> tuple[torch.Tensor, dict[st
     """Call the loss function and check its result.
 
     Returns:
-        The tensor to call `backward` on, and the detached sum and count of the loss and of each metric, by name.
+        The loss tensor for the backward pass, and the detached sum and count of the loss and of each metric, by name.
 
     Raises:
         LossError: If `loss` does not return a sum and a count, optionally followed by metrics.
@@ -118,11 +118,11 @@ def _describe(value: object) -> str:
 class StepLoss:
     """A loss that is computed for each micro-batch of a step, and summed over micro-batches and ranks.
 
-    The mean loss is the sum divided by the count, both over all ranks. However, the counts of other ranks are known
-    only during the backward pass. Therefore, `forward` divides the loss by an *expected* count, and `finish` multiplies
-    the gradient by the ratio expected / actual. The expected count is the previous step's count, rounded to a power of
-    two. Division by a power of two is exact, so the gradient does not depend on the expected count. The division keeps
-    float16 values about as large as for a mean loss.
+    The mean loss is the sum over all ranks divided by the count over all ranks. However, the other ranks' counts are
+    not available before the backward pass. Therefore, `forward` divides the loss by an *expected* count, and `finish`
+    multiplies the gradient by the ratio expected / actual. The expected count is the previous step's count, rounded to
+    a power of two. Division by a power of two is exact, so the gradient does not depend on the expected count. With
+    float16, the division keeps values in about the same range as with a mean loss.
     """
 
     def __init__(self, loss: Loss, world: World, precision: Precision | None = None) -> None:
@@ -186,7 +186,7 @@ class StepLoss:
         """Start the all-reduce of the totals. Collective.
 
         Call this method after the last forward pass of a step. The all-reduce overlaps with the backward pass. The
-        all-reduce also sums `stop_flags`. Its result shows whether `path`, an int below 2^16, is equal on all ranks.
+        all-reduce also sums `stop_flags`, and checks whether `path`, an int below 2^16, is equal on all ranks.
         """
         numbers = [*(value for pair in self._parts.values() for value in pair), stop_flags, path, path**2]
         values = to_vector(numbers, self.world.device)
@@ -235,7 +235,7 @@ class StepLoss:
         self.expected = _power_of_two(totals.counts[LOSS])
 
     def state_dict(self) -> dict[str, float]:
-        """Return the expected count, which is the same on all ranks and determines which float16 values overflow."""
+        """Return the expected count, which is the same on all ranks and affects float16 overflows."""
         return {"expected": self.expected}
 
     def load_state_dict(self, state: Mapping[str, float]) -> None:

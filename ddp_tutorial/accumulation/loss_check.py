@@ -1,4 +1,4 @@
-"""Detect loss functions that return a mean instead of a sum. Returning a mean is the most common mistake."""
+"""Detect loss functions that return a mean instead of a sum."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -18,7 +18,7 @@ from ddp_tutorial.world import World
 def require_sum(world: World, loss: Loss, model: nn.Module, batch: Any, precision: Precision) -> None:
     """Raise `LossError` on all ranks if `loss` returns a mean instead of a sum on any rank. Collective.
 
-    The check runs only if every rank's batch is a tree of tensors that all have the same, nonzero number of rows.
+    The check runs only if every rank's batch is a pytree whose tensors all have the same nonzero number of rows.
     """
     # Either all ranks check or no rank does, because a forward pass with sharded weights is collective.
     if any_rank(world, not has_rows(batch)):
@@ -31,15 +31,15 @@ def require_sum(world: World, loss: Loss, model: nn.Module, batch: Any, precisio
 
 
 def has_rows(batch: Any) -> bool:
-    """Return whether `batch` is a tree of tensors that all have the same, nonzero number of rows."""
+    """Return whether `batch` is a pytree whose tensors all have the same nonzero number of rows."""
     rows = {len(leaf) if torch.is_tensor(leaf) and leaf.dim() else 0 for leaf in tree_leaves(batch)}
     return len(rows) == 1 and rows != {0}
 
 
 def is_mean_loss(loss: Loss, model: nn.Module, batch: Any, precision: Precision) -> bool:
-    """Return whether duplicating samples doubles the count that `loss` returns but does not change the sum.
+    """Return whether duplicated samples double the count that `loss` returns, but not the sum.
 
-    `batch` is a tree of tensors with at least one row. If the loss raises an exception, the result is False.
+    `batch` is a pytree of tensors with at least one row. If the loss function raises an exception, the result is False.
     """
     few = tree_map(lambda leaf: leaf[:2], batch)
     twice = tree_map(lambda leaf: torch.cat([leaf, leaf]), few)

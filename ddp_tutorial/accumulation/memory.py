@@ -52,12 +52,12 @@ class PeakMemory(TorchDispatchMode):
         loss_of(model, batch).backward()
     print(memory.peak_bytes)
 
-    Tensors that already exist, such as parameters, are not counted. Memory that an operator allocates and frees
-    internally is not counted either.
+    The peak does not include tensors that already exist, such as parameters, or memory that an operator allocates and
+    frees internally.
     """
 
     def __init__(self) -> None:
-        """Start with no memory in use."""
+        """Set the counters to zero."""
         super().__init__()
         self.bytes_in_use = self.peak_bytes = 0
         self._sizes: dict[int, int] = {}  # bytes by storage ID, for each live storage; 0 if it existed before
@@ -69,7 +69,7 @@ class PeakMemory(TorchDispatchMode):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        """Call the operator. Count its inputs as existing memory and its results as new memory."""
+        """Call the operator. Count the operator's inputs as existing memory and its results as new memory."""
         for tensor in tree_leaves((args, kwargs)):
             if isinstance(tensor, torch.Tensor):
                 self._add(tensor, is_new=False)

@@ -1,8 +1,8 @@
 """Accumulate gradients over the micro-batches of an optimizer step, and communicate once.
 
-A step computes the gradient of the mean loss over all micro-batches on all ranks. If the micro-batches have different
-sizes, the mean of the micro-batch means differs from this overall mean. Therefore, the losses are summed, and the sum
-is divided once by the total count (see `loss.StepLoss`).
+A step computes the gradient of the mean loss over all micro-batches on all ranks. If the micro-batch sizes differ,
+averaging the micro-batches' mean losses gives a different result. Therefore, the losses are summed, and the sum is
+divided once by the total count (see `loss.StepLoss`).
 """
 
 from collections.abc import Sequence
@@ -21,7 +21,7 @@ def accumulate(model: DataParallel, loss: StepLoss, batches: Sequence[Any], stop
     multiplied by `precision.loss_scale`. Ranks synchronize once, in the last micro-batch.
 
     Raises:
-        ValueError: If there are no micro-batches. Also raised on all ranks if the total count of the loss is zero.
+        ValueError: If there are no micro-batches, or, on all ranks, if the total count of the loss is zero.
         LossError: If the loss function does not call `model`.
     """
     if not batches:

@@ -13,11 +13,11 @@ from ddp_tutorial.world import World
 
 
 def locate_nonfinite(world: World, module: nn.Module, loss: Loss, batches: Sequence[Any], precision: Precision) -> str:
-    """Return a description of the origin of a non-finite value. Collective.
+    """Return a description of where a non-finite gradient originated. Collective.
 
-    After the all-reduce, a NaN from one rank has spread to all ranks. Therefore, each rank repeats the forward and
-    backward passes of its own batches, without changing `.grad`. Each rank checks the parameters, then the loss, and
-    then the gradients in the order of the backward pass.
+    After the all-reduce, a NaN from one rank appears in the gradients of all ranks. Therefore, each rank repeats the
+    forward and backward passes of its own batches, without changing `.grad`. Each rank checks the parameters, then the
+    loss, and then the gradients in the order of the backward pass.
     """
     found = None
     # The reverse order approximates the order of the backward pass.

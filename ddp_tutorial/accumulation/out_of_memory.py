@@ -4,13 +4,13 @@
     forward pass of a micro-batch  ->    all-reduce: which ranks failed?  ->  none: backward pass
                                                                           ->  some: OutOfMemoryError on all ranks
 
-When this all-reduce runs, DDP's forward collectives have finished, and DDP's backward collectives have not started.
-Therefore, every rank can join the all-reduce, even if its forward pass failed. The reduced tensor contains one number
-per rank. The all-reduce runs in each micro-batch and must wait for the forward pass.
+The all-reduce starts after DDP's forward collectives have finished and before DDP's backward collectives start.
+Therefore, every rank can join the all-reduce, even if its forward pass failed. The reduced tensor contains one flag per
+rank. The all-reduce runs in each micro-batch and must wait for the forward pass.
 
-In three cases, the ranks cannot agree to skip the batch, and the error aborts the run. If a rank fails in the backward
-pass, the other ranks are already in all-reduces that the failed rank never joins. The same applies if the forward pass
-contains collectives, as with `SyncBatchNorm`. If the first step fails, the next step will probably fail too.
+An out-of-memory error in a backward pass still aborts the run, because the other ranks are already in all-reduces that
+the failed rank never joins. An error in the first micro-batch also aborts the run, because later steps would probably
+fail too. Models whose forward pass contains collectives, such as models with `SyncBatchNorm`, are rejected.
 """
 
 from typing import Any
@@ -26,14 +26,14 @@ class OutOfMemoryError(FailedError):
     """Raised on all ranks, before the backward pass, if any rank ran out of memory in the forward pass."""
 
     def __init__(self, ranks: tuple[int, ...], description: str = "") -> None:
-        """Create the error for the failed `ranks`. On these ranks, `description` is the allocator's message."""
+        """Create the error for the failed `ranks`. On a failed rank, `description` is the allocator's message."""
         super().__init__(
             f"{named_ranks(ranks)} ran out of memory in the forward pass{description and f': {description}'}"
         )
         self.ranks, self.description = ranks, description
 
     def __reduce__(self) -> tuple[type, tuple[tuple[int, ...], str]]:
-        """Return the class and its constructor arguments. By default, unpickling would pass only the error message."""
+        """Return the class and its constructor arguments. The default method would return only the error message."""
         return OutOfMemoryError, (self.ranks, self.description)
 
 
@@ -42,7 +42,7 @@ class BackwardOutOfMemoryError(FailedError):
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Return whether a GPU or CPU allocator raised `error`. torch has no out-of-memory exception for the CPU."""
+    """Return whether a GPU or CPU allocator raised `error`. PyTorch has no out-of-memory exception for the CPU."""
     if isinstance(error, MemoryError | torch.OutOfMemoryError):
         return True
     return (

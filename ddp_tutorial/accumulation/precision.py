@@ -1,10 +1,10 @@
-"""Mixed precision, loss scaling, gradient clipping, and the optimizer step, performed identically on every rank.
+"""Implement mixed precision, loss scaling, gradient clipping, and the optimizer step, identically on every rank.
 
 With autocast (Micikevicius et al., "Mixed precision training", 2018), matrix products are computed in 16 bits. Weights,
-gradients and the optimizer state stay in float32. bfloat16 does not require loss scaling. The largest float16 value is
-65,504, and values below about 3e-8 become zero. Therefore, the loss is multiplied by a scale before the backward pass,
-and the gradient is divided by the scale afterward. If the scale is too large, the gradient overflows. In that case, all
-ranks skip the step, and the scale is halved.
+gradients and the optimizer state stay in float32. The largest float16 value is 65,504, and values below about 3e-8
+become zero. Therefore, with float16, the loss is multiplied by a scale before the backward pass, and the gradient is
+divided by the scale afterward. If the scale is too large and the gradient overflows, all ranks skip the step and halve
+the scale. Loss scaling is not required for bfloat16.
 """
 
 import inspect
@@ -41,9 +41,9 @@ def require_no_closure(optimizer: torch.optim.Optimizer) -> None:
 
 @dataclass
 class Scale:
-    """The loss scale. It is halved after an overflow and doubled after `growth_interval` steps without overflow.
+    """The loss scale, which is halved after an overflow and doubled after `growth_interval` steps without overflow.
 
-    `torch.amp.GradScaler` follows the same rule in one process. All ranks must call `update` with the same `overflow`.
+    `torch.amp.GradScaler` uses the same rule in one process. All ranks must call `update` with the same `overflow`.
     """
 
     value: float
@@ -64,7 +64,7 @@ class Scale:
 class Update(NamedTuple):
     """The gradient's norm before clipping, and whether the update has been applied to the weights.
 
-    `scale_may_help` is true if a smaller loss scale may prevent the overflow, and false otherwise.
+    `scale_may_help` is true if a smaller loss scale may prevent the overflow.
     """
 
     norm: torch.Tensor
@@ -73,9 +73,9 @@ class Update(NamedTuple):
 
 
 def total_norm_over(tensors: Sequence[torch.Tensor], group: Any, ranks: int, device: torch.device) -> torch.Tensor:
-    """Return the combined norm of the `tensors` on the `ranks` ranks in `group`, as a tensor on `device`.
+    """Return the combined norm of the `tensors` on all `ranks` ranks of `group`, as a tensor on `device`.
 
-    Collective in the group; None is the default group. An element that several ranks store is counted once per rank.
+    Collective in `group`. None selects the default group. An element that several ranks store is counted once per rank.
     """
     squares = get_total_norm(tensors).to(device, torch.float64).square()
     if ranks > 1:
@@ -100,14 +100,11 @@ class Precision:
 
     @property
     def loss_scale(self) -> float:
-        """The factor by which the loss is multiplied before the backward pass. It is 1 except with float16."""
+        """The factor by which the loss is multiplied before the backward pass, which is 1 except with float16."""
         return self.scale.value if self.scale else 1.0
 
     def autocast(self) -> AbstractContextManager[None]:
-        """Return the autocast context manager for the forward pass and the loss.
-
-        The backward pass uses the same data types.
-        """
+        """Return the autocast context manager for the forward pass and the loss."""
         if self.config.dtype == "fp32":
             return nullcontext()
         return torch.autocast(self.world.device.type, torch.float16 if self.scale else torch.bfloat16)
@@ -121,8 +118,8 @@ class Precision:
     ) -> Update:
         """Divide the gradient by the scale, clip it by its norm, run the optimizer step and clear the gradient.
 
-        Collective with float16: if any rank's gradient is non-finite, all ranks skip the step. Clipping before the
-        division would make the gradient too small by a factor equal to the scale.
+        Collective with float16: if any rank's gradient is non-finite, all ranks skip the step. The gradient is clipped
+        after the division, because `clip` is the maximum norm of the unscaled gradient.
 
         Args:
             optimizer: The optimizer to step.

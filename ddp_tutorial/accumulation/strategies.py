@@ -67,8 +67,8 @@ class ReplicatedStrategy:
 class DDPStrategy(ReplicatedStrategy):
     """A strategy in which each rank stores the full model, and gradients are averaged over all ranks.
 
-    With `agree_on_memory`, all ranks raise `OutOfMemoryError` if any rank runs out of memory in the forward pass. They
-    can then continue with the next batch. The `out_of_memory` module documents the option's cost and limitations.
+    With `agree_on_memory`, all ranks raise `OutOfMemoryError` if any rank runs out of memory in the forward pass. The
+    ranks can then continue with the next batch. The `out_of_memory` module documents the option's cost and limitations.
     """
 
     def __init__(
@@ -113,7 +113,7 @@ class DDPStrategy(ReplicatedStrategy):
 
 
 def require_local_forward(model: nn.Module) -> None:
-    """Raise `ConfigError` if the forward pass contains collectives, in which ranks would wait for a failed rank."""
+    """Raise `ConfigError` if the forward pass contains collectives, which would wait for a failed rank."""
     for name, part in model.named_modules():
         if isinstance(part, nn.SyncBatchNorm | SyncBatchNorm):
             raise ConfigError(

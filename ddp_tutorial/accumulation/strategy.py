@@ -16,7 +16,7 @@ Part = tuple[Any, str]
 
 
 class Strategy(Protocol):
-    """A method of computing the gradient on several ranks.
+    """The interface of strategies that compute the gradient on several ranks.
 
     After `backward`, `.grad` contains the gradient of the mean loss over the micro-batches of all ranks, multiplied by
     the loss scale. If gradients are sharded, each rank stores only its shard. All methods are collective, except
@@ -33,8 +33,8 @@ class Strategy(Protocol):
     def setup_optimizer(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
         """Return the optimizer that updates the weights. Call this method once, before the first step.
 
-        `optimizer` must hold the full model's parameters and must not have run a step. If the weights are sharded, the
-        result is an optimizer for this rank's shard.
+        `optimizer` must hold the full model's parameters, and must not have taken a step. If the weights are sharded,
+        the result is an optimizer for this rank's shard.
         """
         ...
 

@@ -1,8 +1,8 @@
-"""Run one optimizer step with any model, data and loss. The trainer, benchmarks and experiments use this module.
+"""Run one optimizer step with any model, data and loss.
 
-step = make_train_step(model, source, loss, world, config)   # see training/step.py
-done = step()        # data, gradient, update; the same on all ranks
-done.means["loss"]
+Example:
+    step = make_train_step(model, source, loss, world, config)  # see training/step.py
+    step().means["loss"]  # runs a step, and is the same on all ranks
 """
 
 import logging
@@ -35,7 +35,7 @@ class StepResult:
         count: The number of elements in the loss (samples or tokens), summed over all ranks.
         grad_norm: The gradient's norm before clipping. In local SGD, this is the norm of this rank's gradient.
         learning_rate: The learning rate of the step.
-        applied: Whether the weights have changed. They do not change if a float16 gradient overflows.
+        applied: Whether the weights have changed. The weights do not change if a float16 gradient overflows.
         stop_flags: The sum of all ranks' stop flags.
     """
 
@@ -91,7 +91,7 @@ class TrainStep:
         self._is_checked = False
 
     def __call__(self, stop_flags: float = 0.0) -> StepResult:
-        """Run one step. `stop_flags` are summed over all ranks."""
+        """Run one step, and sum `stop_flags` over all ranks."""
         batches, totals = self._gradient(stop_flags)
         with phase("update"):
             norm, made = self._update(totals.sums[LOSS], batches)
@@ -127,11 +127,10 @@ class TrainStep:
         return [part.samples for part in self.source.take(self.strategy.micro_batches_per_rank)]
 
     def _update(self, loss: float, batches: list[Any]) -> tuple[torch.Tensor, bool]:
-        """Clip the gradient by its norm over all parameters, run the optimizer step, and clear the gradient.
+        """Clip the gradient, run the optimizer step, and clear the gradient.
 
         Returns:
-            The norm before clipping, and whether the weights have changed. They do not change if a float16 gradient
-            overflows.
+            The gradient's norm before clipping, and whether the weights have changed.
         """
         norm, made, scale_may_help = self.precision.update(self.optimizer, self.clip, loss, self.strategy.norm)
         if not (made or scale_may_help):
