@@ -4,9 +4,9 @@ The server is the first process in its own namespaces, so the kernel kills all p
 server exits. `Cluster` starts the server and sends it requests over a socket, one at a time. To start a process, the
 server forks, and the child enters a host's namespaces. The server exits when its client closes the socket or is killed.
 
-A request is one packet, which the kernel sends completely or not at all, even if the sender is interrupted. A packet
-can contain up to 128 KiB. Environment variables can exceed this limit, so a request's arguments are stored in an
-in-memory file that is passed with the packet.
+A request is one packet, which the kernel sends completely or not at all, even if the sender is interrupted. A request's
+arguments can exceed the maximum packet size of 128 KiB, so the arguments are stored in an in-memory file that is passed
+with the packet.
 """
 
 import errno
@@ -107,7 +107,7 @@ class Box:
         self.channel.send(pickle.dumps((number, error, answer)))
 
     def reap(self) -> None:
-        """Reap all exited processes, and write the exit code of each process to its exit-code file."""
+        """Reap all exited processes, and write each process's exit code to its exit-code file."""
         while True:
             try:
                 pid, status = os.waitpid(-1, os.WNOHANG)
@@ -158,7 +158,7 @@ class Box:
         """Call a function in a forked process on a host, and return the process ID.
 
         The function receives all file descriptors except the first three (input, output and exit code). The server
-        imports the function's module before the first fork, so forked processes do not import it or torch again.
+        imports the function's module before the first fork, so forked processes import neither the module nor torch.
         """
         function = pkgutil.resolve_name(entry)
 
@@ -181,8 +181,8 @@ class Box:
     def do_kill(self, node: int, fds: list[int]) -> None:
         """Simulate a host's power failure by disconnecting its cable and killing its processes immediately.
 
-        The method returns after all exit codes have been written. It also waits for processes that are exiting and no
-        longer appear in the list of the host's processes.
+        The method returns after the exit codes of all processes have been written, including processes that are exiting
+        and no longer appear in the list of the host's processes.
         """
         self.off.add(node)
         self.network.connect(node, False)

@@ -23,7 +23,7 @@ _END_SECONDS = 5.0  # timeout in seconds for the server to exit before it is kil
 
 
 class BoxClient:
-    """Client of the server that is a cluster's main process (see `box`). The two communicate through a socket."""
+    """Client that sends requests over a socket to a cluster's main process (see `box`)."""
 
     def __init__(self) -> None:
         """Create a client without starting the server."""
@@ -35,10 +35,7 @@ class BoxClient:
 
     @property
     def is_up(self) -> bool:
-        """Whether the server replies.
-
-        The value is False before `start`, after `close`, and after the server has been killed.
-        """
+        """Whether the server has been started, and still replies."""
         if self._channel is None or self._box.poll() is not None:
             return False
         try:
@@ -49,7 +46,7 @@ class BoxClient:
 
     @property
     def is_open(self) -> bool:
-        """Whether `start` has been called but `close` has not, regardless of whether the server is still running."""
+        """Whether `start` has been called and `close` has not, even if the server has exited."""
         return self._channel is not None
 
     @property
@@ -72,7 +69,7 @@ class BoxClient:
         raise ConfigError(f"the cluster cannot be started: the kernel does not permit namespaces ({refused})")
 
     def _start(self, as_whom: tuple[str, ...]) -> str:
-        """Start the server with `unshare` and the additional `unshare` options `as_whom`.
+        """Start the server with `unshare` and the additional options `as_whom`.
 
         Returns:
             `unshare`'s error message if the kernel does not permit namespaces. Otherwise, an empty string.
@@ -110,7 +107,7 @@ class BoxClient:
         return ""
 
     def close(self) -> None:
-        """Stop the server. The kernel then kills all other processes in the cluster."""
+        """Stop the server, after which the kernel kills all other processes in the cluster."""
         if self._channel is None:
             return
         self._channel.close()  # the server then exits, and the kernel kills all other processes
@@ -125,11 +122,11 @@ class BoxClient:
         """Send a request, and return the reply.
 
         If the caller is interrupted while waiting, the server still completes the request. The next call to `ask`
-        discards the reply to the interrupted request. If that reply reports a new process, the process is killed.
+        discards the reply to the interrupted request, and kills any process that the request started.
 
         Args:
             name: Name of the request. The server calls `Box.do_NAME`.
-            *args: Arguments of that method.
+            *args: Arguments of `Box.do_NAME`.
             fds: Open files to pass with the request.
 
         Raises:
@@ -167,9 +164,8 @@ class BoxClient:
 def environment() -> dict[str, str]:
     """Return the environment of this process, with a PYTHONPATH that makes the same modules importable.
 
-    PYTHONPATH lists the directories that were added to `sys.path`, such as a script's directory. It omits the
-    interpreter's own directories, because a command may run a different Python interpreter, which must not import this
-    interpreter's library.
+    PYTHONPATH lists the directories that were added to `sys.path`, such as a script's directory. PYTHONPATH omits the
+    interpreter's own directories, because a command may run a different Python interpreter.
     """
     interpreters = [sysconfig.get_path("stdlib"), *site.getsitepackages(), site.getusersitepackages()]
     found = [path for path in sys.path if path and Path(path).exists()]

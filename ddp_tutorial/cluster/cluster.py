@@ -94,10 +94,7 @@ class Cluster:
 
     @property
     def is_up(self) -> bool:
-        """Whether the nodes exist.
-
-        The value is False before and after the `with` block, and after the cluster's main process has exited.
-        """
+        """Whether the `with` block is active and the cluster's main process is running."""
         return self._box.is_up
 
     @property
@@ -170,7 +167,7 @@ class Cluster:
             line: Function to call as `line(node, text)` for each output line.
 
         Raises:
-            TimeoutError: If a command is still running after `timeout` seconds. In this case, all commands are killed.
+            TimeoutError: If a command is still running after `timeout` seconds, in which case all commands are killed.
         """
 
         def begin(node: int) -> Process:
@@ -195,7 +192,7 @@ class Cluster:
     def torchrun_env(self, node: int, port: int = PORT) -> dict[str, str]:
         """Return environment variables that contain the rendezvous settings for a node's torchrun agent.
 
-        torchrun can read each option from an environment variable whose name starts with PET_. The equivalent
+        Each torchrun option can be set through an environment variable whose name starts with PET_. The equivalent
         command-line options are: --nnodes=2 --rdzv-backend=c10d --rdzv-endpoint=n0:29500 --rdzv-id=cluster
         --rdzv-conf=is_host=1 (on n0; 0 on other nodes) --local-addr=10.0.0.1
         """
@@ -226,13 +223,13 @@ class Cluster:
         already imported torch, so they start quickly.
 
         Args:
-            fn: Function to run on every rank. Its first argument is the rank's `World`.
+            fn: Function to run on every rank, with the rank's `World` as the first argument.
             *args: Additional arguments for `fn`.
             nodes: Number of nodes to use. Defaults to all nodes.
             ranks_per_node: Number of ranks on each node.
             threads: Number of torch threads per rank.
             timeout: Timeout in seconds for all ranks to return. None means no timeout.
-            collective_timeout: Timeout in seconds for each collective. A rank that waits longer raises an error.
+            collective_timeout: Timeout in seconds for each collective, after which a waiting rank raises an error.
             meanwhile: Function to call in this process after all ranks have joined the process group, for example to
                 unplug a cable.
 
@@ -252,10 +249,9 @@ class Cluster:
         )
 
     def fork(self, entry: str, *, node: int, env: Mapping[str, str], files: Sequence[int]) -> int:
-        """Call a function in a new process on one node without waiting for the result.
+        """Call a function in a new process on one node without waiting, and return the process ID for `send_signal`.
 
-        The method returns the process ID that `send_signal` expects. The process is forked from the cluster's main
-        process, which imports the function's module and torch only once.
+        The process is forked from the cluster's main process, which imports the function's module and torch only once.
 
         Args:
             entry: Name of the function, as "package.module:function".
@@ -295,8 +291,7 @@ class Cluster:
         """Wait until all processes have exited, and return their results.
 
         Raises:
-            TimeoutError: If a process is still running after `timeout` seconds. In this case, the remaining processes
-                are killed.
+            TimeoutError: If a process is still running after `timeout` seconds. All processes are then killed.
         """
         try:
             wait(processes, timeout)
@@ -308,7 +303,7 @@ class Cluster:
 
     @property
     def bytes_per_second(self) -> float:
-        """Maximum payload rate of a link in bytes per second. 1,448 bytes of payload occupy 1,514 bytes on the wire."""
+        """Maximum payload rate of a link in bytes per second. A frame of 1,514 bytes carries 1,448 bytes of payload."""
         return network.bits_per_second(self.rate) / 8 * 1448 / 1514 if self.rate else math.inf
 
     def set_rate(self, rate: str | None) -> None:
@@ -331,7 +326,7 @@ class Cluster:
         self._box.ask("connect", node, False)
 
     def reconnect(self, node: int) -> None:
-        """Plug in the node's cable again. TCP retransmits lost data after a while."""
+        """Plug in the node's cable again. TCP then retransmits lost data."""
         self._check(node)
         self.unplugged.discard(self.names[node])
         self._box.ask("connect", node, True)
@@ -356,8 +351,7 @@ def unsupported_reason(delay: str | None = None) -> str:
     The function tries to start a one-node cluster with the given `delay`.
 
     Raises:
-        FailedError: If the cluster fails for a reason other than a missing system feature. Such a failure indicates a
-            defect in this package.
+        FailedError: If the cluster fails because of a defect in this package, not because of a missing system feature.
     """
     try:
         with Cluster(1, "1gbit", delay):

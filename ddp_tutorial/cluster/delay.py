@@ -5,14 +5,14 @@ r"""Delay each network frame that is sent from one host to another.
         bridge --- wire     a TAP device: a process reads its frames, holds them, and writes them back
 
 A frame that the process writes back enters the bridge again. The bridge forwards the frame through the token bucket of
-the destination port. The kernel therefore enforces the rate, and the process enforces only the delay. (Linux provides
-netem for delays, but some kernels do not include netem. Almost all kernels include TAP devices.) The process reads and
-writes frames in the kernel's own format, in which a frame may contain several packets with incomplete checksums. Each
-frame therefore takes about 20 us of CPU time, regardless of its size.
+the destination port. The kernel therefore enforces the rate, and the process enforces only the delay. The process
+replaces Linux's netem, which some kernels do not include, whereas almost all kernels include TAP devices. The process
+reads and writes frames in the kernel's own format, in which a frame may contain several packets with incomplete
+checksums. Each frame therefore takes about 20 us of CPU time, regardless of its size.
 
-When run as root, the process has real-time priority (SCHED_FIFO). Otherwise, it competes with the ranks for a core, and
-the network slows down while the ranks compute. `bench cluster` measures the duration of all-reduces from 1 kB to 16 MB,
-and compares it with a prediction based on the rate and the delay.
+When run as root, the process has real-time priority (SCHED_FIFO). Without root privileges, the process competes with
+the ranks for a core, and the network slows down while the ranks compute. `bench cluster` compares the measured
+durations of all-reduces from 1 kB to 16 MB with predictions based on the rate and the delay.
 """
 
 import ctypes
@@ -78,7 +78,7 @@ def open_wire() -> int:
 
 
 def run_delay_line(wire: int, seconds: float) -> NoReturn:
-    """Read frames, and write each frame back `seconds` seconds later. This function never returns.
+    """Read frames, and write each frame back after `seconds` seconds. This function never returns.
 
     All frames have the same delay, so their order is preserved.
     """

@@ -7,8 +7,8 @@ r"""Create hosts and a network between them. Each host is a Linux network namesp
      eth0          eth0                in the namespaces of n0 and n1, 10.0.0.1 and 10.0.0.2
 
 A token bucket (tbf, see tc-tbf(8)) at each end of a veth pair limits the rate at which packets leave or enter a host.
-Each host's send rate and receive rate are therefore at most `rate`, as with a network card and a switch of that speed.
-If a delay is set, a process first receives the frames that arrive at the bridge; see `delay`.
+Each host's send rate and receive rate are therefore at most `rate`, as with a real network card. If a delay is set, a
+process first receives the frames that arrive at the bridge; see `delay`.
 
 This module's functions must be called inside namespaces in which the caller has all privileges; see `box`.
 """
@@ -249,7 +249,7 @@ def _libc(name: str, *args: int | bytes | None) -> None:
 
 
 def _rtnl() -> Any:
-    """Open a netlink connection to the kernel for the current network namespace. Use it as a context manager."""
+    """Return a context manager that connects to the kernel's netlink interface in the current network namespace."""
     from pyroute2 import IPRoute
 
     return IPRoute()

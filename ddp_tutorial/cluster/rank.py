@@ -23,12 +23,12 @@ gc.freeze()  # forked ranks share the memory of the current objects until a proc
 
 
 def call_here(call: int, result: int) -> None:
-    """Run the rank that the environment variables specify, and call the function stored in the file `call`.
+    """Join the process group as the rank that the environment variables specify, and run the call stored in `call`.
 
     Args:
-        call: Descriptor of the file with the pickled call. All ranks share the file.
-        result: Descriptor of the file for the outcome. The first byte shows that the rank has joined the process
-            group. The pickled result or exception follows.
+        call: Descriptor of the file with the pickled call, which all ranks share.
+        result: Descriptor of the file for the outcome. A first byte records that the rank has joined the process group.
+            The pickled result or exception follows.
     """
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):

@@ -1,4 +1,4 @@
-"""Start commands and ranks on the hosts, collect their output, and wait for them or kill them."""
+"""Start, await and kill commands and ranks on the hosts, and collect their output."""
 
 import os
 import selectors
@@ -100,7 +100,7 @@ class Process:
 
 
 def wait(processes: Sequence[Process], timeout: float | None = None, until: Callable[[], bool] = lambda: False) -> None:
-    """Read the processes' output until all of them have exited or `until()` returns true.
+    """Read the processes' output until all processes have exited or `until()` returns true.
 
     Raises:
         TimeoutError: If a process is still running after `timeout` seconds.
@@ -130,7 +130,7 @@ class Runner:
     """Manager that starts and kills processes on a cluster's nodes."""
 
     def __init__(self, box: BoxClient, names: Sequence[str], folders: Sequence[Path]) -> None:
-        """Create a runner for nodes with these names and working directories."""
+        """Create a runner for nodes with the given names and working directories."""
         self._box, self._names, self._folders = box, names, folders
         self._processes: list[Process] = []
 
@@ -162,7 +162,7 @@ class Runner:
         files: tuple[int, ...] = (),
         line: Callable[[str, str], None] | None = None,
     ) -> Process:
-        """Start a process as `fork` does, and create pipes for its output and exit code.
+        """Start a process with `fork`, and create pipes for its output and exit code.
 
         If `kind` is "fork", the open files `files` are passed to the function.
         """
