@@ -1,4 +1,4 @@
-"""Algorithms written for reading, not for use in training. The notebooks explain and measure them.
+"""Algorithms that the notebooks explain and measure, written for reading rather than for training.
 
 The `all_reduce` module implements ring and tree all-reduce, using only send and receive. Training uses
 `torch.distributed` instead. The `train_script` package contains the plain PyTorch training script that grows from

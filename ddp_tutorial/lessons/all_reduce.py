@@ -1,4 +1,4 @@
-"""All-reduce from scratch, around a ring or along a tree, using only send and receive."""
+"""Implement ring and tree all-reduce from scratch, using only send and receive."""
 
 from typing import NamedTuple
 
@@ -9,7 +9,7 @@ from ddp_tutorial.world import World, require_group
 
 
 class Message(NamedTuple):
-    """A message that a rank sent. It contains one chunk of the tensor."""
+    """A message that a rank sent, with one chunk of the tensor."""
 
     round: int
     sender: int
@@ -25,11 +25,11 @@ def ring_all_reduce(world: World, tensor: torch.Tensor) -> list[Message]:
     to the next rank, which adds its own values. Afterward, each rank holds one complete chunk. In the last N - 1
     rounds (the all-gather), the ranks pass the complete chunks around the ring.
 
-    In 2 (N - 1) rounds, each rank sends 2 (N - 1) / N times the tensor's size. This amount hardly depends on N. Each
-    chunk is summed once and then copied, so the result is bitwise identical on all ranks. A different number of ranks
-    may change the rounding.
+    In 2 (N - 1) rounds, each rank sends 2 (N - 1) / N times the tensor's size, which hardly depends on N. Each chunk is
+    summed once and then copied, so the result is bitwise identical on all ranks. A different number of ranks may change
+    the rounding.
 
-    Patarasuk & Yuan, "Bandwidth optimal all-reduce algorithms for clusters of workstations", 2009.
+    See Patarasuk & Yuan, "Bandwidth optimal all-reduce algorithms for clusters of workstations", 2009.
 
     Args:
         world: The ranks.
@@ -67,9 +67,9 @@ def tree_all_reduce(world: World, tensor: torch.Tensor) -> list[Message]:
     """Sum `tensor` over all ranks, in place, up a binomial tree and down again. Collective.
 
     In the first round, every second rank sends its tensor to the preceding rank. In the next round, every second
-    receiver does the same. After log2 N rounds, rank 0 holds the sum, which is sent back along the same tree.
+    receiver sends its sum to the preceding one. After log2 N rounds, rank 0 holds the sum and sends it back.
 
-    A tree takes few rounds, so it is fast for small tensors. Each round sends the full tensor, so a tree is slow for
+    A tree requires few rounds, so it is fast for small tensors. Each round sends the full tensor, so a tree is slow for
     large tensors. The result is bitwise identical on all ranks.
 
     Returns:

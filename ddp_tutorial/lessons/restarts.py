@@ -1,4 +1,4 @@
-"""Helpers that start a job, inject faults, and read the log of all attempts, for several notebooks."""
+"""Start jobs, inject faults, and read the logs of all attempts, for several notebooks."""
 
 import json
 import os
@@ -76,9 +76,9 @@ def describe(attempts: Sequence[Sequence[Row]]) -> str:
 
 
 def inject(folder: Path, rank: int, size: int, step: int) -> None:
-    """Delay a step. With several ranks, inject each fault from the environment variable FAULTS once, on the last rank.
+    """Delay the run after `step`, and inject the faults from the environment variable FAULTS.
 
-    With one rank, steps take longer. The injected faults are recorded in `folder`. `step` is the completed step.
+    The last of several ranks injects each fault once, and records the fault in `folder`. A single rank waits longer.
     """
     time.sleep(0.01 if size > 1 else 0.5)
     for kind, at in json.loads(os.environ.get("FAULTS", "[]")):

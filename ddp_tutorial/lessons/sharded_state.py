@@ -43,13 +43,13 @@ class Transfer(NamedTuple):
 class Network:
     """Context manager that records this rank's collectives in `transfers`.
 
-    If `megabytes_per_second` is set, gathers and scatters are delayed to simulate a link with this bandwidth. The
-    link carries one transfer at a time, while the rank computes. All-reduces are then neither slowed down nor recorded.
-    For these, use DDP's `simulated_link` (see `follow`). Collectives that PyTorch starts in C++ are never recorded.
+    If `megabytes_per_second` is set, gathers and scatters are delayed to simulate a link with this bandwidth. The link
+    carries one transfer at a time, while the rank computes. All-reduces are then neither delayed nor recorded, so use
+    DDP's `simulated_link` to delay them (see `follow`). Collectives that PyTorch starts in C++ are never recorded.
     """
 
     def __init__(self, megabytes_per_second: float | None = None) -> None:
-        """Store the bandwidth. If the bandwidth is None, transfers are not slowed down."""
+        """Store the bandwidth. If the bandwidth is None, transfers are not delayed."""
         self.rate = None if megabytes_per_second is None else megabytes_per_second * 1e6
         self.transfers: list[Transfer] = []
         self._free = 0.0  # the time at which the link has carried all transfers so far
@@ -118,8 +118,8 @@ class _Delayed:
 def watch(blocks: Iterable[nn.Module]) -> dict[str, list[float]]:
     """Return a dict in which each step stores the blocks' times in seconds, such as "forward 0" -> [start, end].
 
-    A block's forward pass lasts from its forward pre-hook to its forward hook. Its backward pass starts when
-    its output's gradient is ready, and ends when its last parameter gradient is ready.
+    A block's forward pass lasts from its forward pre-hook to its forward hook. A block's backward pass starts when its
+    output's gradient is ready, and ends when its last parameter gradient is ready.
     """
     times: dict[str, list[float]] = {}
 
@@ -197,7 +197,7 @@ def fastest(
 
 
 def local_bytes(tensors: Iterable[torch.Tensor | None]) -> int:
-    """Return the size of this rank's tensors in bytes. Count each tensor once, and only a DTensor's local shard."""
+    """Return the number of bytes that this rank stores, counting each tensor once and only a DTensor's local shard."""
     once = {id(tensor): tensor for tensor in tensors if tensor is not None}.values()
     return sum((tensor.to_local() if isinstance(tensor, DTensor) else tensor).nbytes for tensor in once)
 

@@ -1,8 +1,8 @@
 """The course's training script, stored as `base.py` (written by 06_plain_torch) and one patch per later stage.
 
 A stage is named after the notebook that adds it. `07_sharding_data.diff` contains the changes from notebook 06's script
-to notebook 07's. A notebook calls `write_stage("07")`, which writes the script to `runs/07/train.py` and shows the
-diff. To change a stage, write its script with `write_stage`, edit the file, and store it with `store_stage`.
+to notebook 07's script. A notebook calls `write_stage("07")`, which writes the script to `runs/07/train.py` and shows
+the diff. To change a stage, write its script with `write_stage`, edit the file, and store it with `store_stage`.
 """
 
 import difflib
@@ -80,7 +80,7 @@ def write_stage(number: str) -> Diff:
 
 
 def store_stage(name: str, path: Path) -> None:
-    """Store the script at `path` as a patch from the previous stage to the stage of the notebook `name`."""
+    """Store the script at `path` as the patch that creates the stage `name` from the previous stage."""
     before = script(max(other for other in stages() if other < name)[:2])
     after = Path(path).read_text(encoding="utf-8")
     for context in range(3, 30):  # enough lines to find each hunk
