@@ -299,7 +299,7 @@ def drops_the_random_state(world: World, folder: Path) -> Result:
 
 
 def restores_random_numbers_too_early(world: World, folder: Path) -> Result:
-    """Restore the random state before the loader draws a random number. The draw changes the dropout masks."""
+    """Restore the random state too early, so that the loader's random draw changes the dropout masks."""
     model, start, path = ddp(nn.Dropout(0.3)), 0, folder / f"rank-{world.rank}.pt"
     torch.manual_seed(50 + world.rank)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

@@ -1,4 +1,4 @@
-"""Correct programs that look wrong. No invariant may report a violation for these programs."""
+"""Correct programs that look wrong, for which no invariant may report a violation."""
 
 import math
 import signal
@@ -139,7 +139,7 @@ def clips_and_schedules(world: World) -> Result:
 
 
 def shares_the_optimizers_state(world: World) -> Result:
-    """Shard the optimizer state. The states differ between ranks, but the replicas are equal."""
+    """Shard the optimizer state, which therefore differs between ranks, although the replicas are equal."""
     from torch.distributed.optim import ZeroRedundancyOptimizer
 
     model = ddp()
@@ -233,7 +233,7 @@ def tells_of_a_signal(world: World) -> Result:
 
 
 def tries_once_more(world: World) -> Result:
-    """Retry the batch after an error. Errors are injected only into single-process runs, so no rank waits."""
+    """Retry the batch after an error. Errors are injected only into single-process runs, so no other rank waits."""
     model = net()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for _, x, y in loader(world, batch=24):

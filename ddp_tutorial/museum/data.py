@@ -1,4 +1,4 @@
-"""Bugs that repeat samples, skip samples, or use samples in the wrong split."""
+"""Bugs that repeat samples, skip samples, or assign samples to the wrong split."""
 
 import random
 from collections.abc import Iterator
@@ -144,7 +144,7 @@ def sets_the_epoch(world: World) -> Result:
 
 
 def reseeds_in_each_epoch(world: World) -> Result:
-    """Set the seed to make the order reproducible, but set it again in every epoch."""
+    """Set the same seed in every epoch, so that every epoch uses the same order."""
     orders: list[list[int]] = []
     for _ in range(2):
         torch.manual_seed(5)

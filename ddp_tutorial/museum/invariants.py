@@ -1,8 +1,8 @@
 """Invariants that every distributed training program must satisfy, and a function that detects violations.
 
-    examine({"mine": train})      # {"mine": {"hang": "", "drift": "", "one process": "weights: ...", ...}}
+For example, `examine({"mine": train})` returns `{"mine": {"hang": "", "one process": "weights: ...", ...}}`.
 
-A program is a function in plain torch. Its parameters determine which invariants apply:
+A program is a function in plain PyTorch. A program's parameters determine which invariants apply:
 
 - `world`: the program trains. `accumulate` and `scale` are optional parameters.
 - `folder`: the program trains, and resumes from this folder.
@@ -64,10 +64,10 @@ def examine(
     """Check programs against all invariants that apply to them.
 
     One launch runs all programs. If a rank crashes, the current program counts as violating the current invariant, and
-    the remaining programs run in a new launch. After a hang, no further invariants are checked for that program.
+    the remaining programs run in a new launch. After a program hangs, its remaining invariants are not checked.
 
     Returns:
-        For each program, a dict that maps each invariant to its violation, or to "" if the program satisfies it.
+        For each program, a dict that maps each invariant to its violation, or to "" if there is no violation.
 
     Raises:
         RankTimeoutError: If a launch takes longer than `timeout` seconds, for example because a program never returns.
@@ -217,7 +217,7 @@ def _difference(first: Mapping[str, Any], second: Mapping[str, Any], of_first: s
 
 
 def _equal(first: Any, second: Any, tolerance: float = _TOLERANCE) -> bool:
-    """Return whether two results are equal. NaN equals NaN, because a run may diverge in the same way again."""
+    """Return whether two results are equal. NaN equals NaN, because two runs may diverge in the same way."""
     if isinstance(first, torch.Tensor):
         return first.shape == second.shape and torch.allclose(
             first, second, rtol=tolerance, atol=tolerance, equal_nan=True
@@ -338,7 +338,7 @@ def _after_a_cut(whole: Outcome, first: Outcome, second: Outcome) -> str:
 
 
 def _touch_in_reverse(folder: Path) -> None:
-    """Reverse the order of the files' modification times, as copying may do. The oldest file becomes the newest."""
+    """Reverse the order of the files' modification times, as copying may do."""
     paths = sorted(folder.iterdir(), key=lambda path: path.stat().st_mtime_ns)
     for age, path in enumerate(paths):
         os.utime(path, (10**9 - age, 10**9 - age))
@@ -389,7 +389,7 @@ def _check(stage: Stage, program: Program) -> str:
 
 
 def _replica() -> tuple[nn.Module, torch.optim.Optimizer, dict[str, torch.Tensor]]:
-    """Return a model and its optimizer after one step, identical on all ranks, and a dict of some of their tensors."""
+    """Return a model and its optimizer after one step, and a dict of some of their tensors, identical on all ranks."""
     torch.manual_seed(0)
     model = nn.Sequential(first := nn.Linear(4, 2), nn.Linear(2, 1)).double()
     optimizer = torch.optim.Adam(model.parameters(), lr=0.01)

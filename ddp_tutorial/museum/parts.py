@@ -20,8 +20,8 @@ Program = Callable[..., Any]
 class Exhibit:
     """A bug, a minimal program that contains the bug, and a fixed version of the program.
 
-    `story` explains the bug, and `seen` describes its symptoms. `caught_by` lists the invariants for this bug; the
-    program violates at least one of them. `variants` are programs with the same bug in a different form or place.
+    `story` explains the bug, and `seen` describes its symptoms. The broken program violates at least one of the
+    invariants in `caught_by`. `variants` are programs with the same bug in a different form or place.
     """
 
     subject: str

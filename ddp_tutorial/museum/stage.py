@@ -38,7 +38,7 @@ LONG_TIMEOUT = 20.0  # timeout of a second run if all ranks waited in the same c
 
 
 class CutError(BaseException):
-    """Simulated kill. The class is not a subclass of `Exception`, so programs do not catch it."""
+    """Simulated kill, derived from `BaseException` so that `except Exception` does not catch it."""
 
 
 class StrikeError(RuntimeError):
@@ -148,7 +148,7 @@ class Stage:
 
 
 def _new_group(limit: timedelta) -> dist.ProcessGroup:
-    """Create a group of all ranks. Its collectives, but not its creation, time out after `limit`. Collective."""
+    """Create a group of all ranks whose collectives time out after `limit`. Collective."""
     group: dist.ProcessGroup = dist.new_group(timeout=timedelta(seconds=60))
     dist.distributed_c10d._set_pg_timeout(limit, group)
     return group
