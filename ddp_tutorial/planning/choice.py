@@ -38,16 +38,16 @@ def choose(model: Transformer, device: Device, network: Network, devices: int, b
 
 
 def _order(estimate: Estimate) -> tuple[bool, float]:
-    """Return a sort key that puts plans that fit first, by time per token, and the other plans last, by memory."""
+    """Return a sort key that orders fitting plans by time per token, followed by the other plans by memory."""
     return not estimate.fits, 1 / estimate.tokens_per_second if estimate.fits else estimate.memory.total
 
 
 def candidates(model: Transformer, network: Network, devices: int, sequences: float) -> Iterator[Plan]:
     """Yield the plans to compare.
 
-    The degree of tensor parallelism is a power of two, at most the number of devices per node. The number of pipeline
-    stages divides the number of tensor-parallel groups. "zero2", "zero3" and "hsdp" are not combined with a pipeline.
-    A plan's global batch may differ from `sequences` sequences by at most the fraction `BATCH_TOLERANCE`.
+    The degree of tensor parallelism is a power of two, and at most the number of devices per node. The number of
+    pipeline stages divides the number of tensor-parallel groups. "zero2", "zero3" and "hsdp" are not combined with a
+    pipeline. A plan's global batch may differ from `sequences` sequences by at most the fraction `BATCH_TOLERANCE`.
     """
     for tensor in _powers(min(network.per_node, model.heads)):
         if devices % tensor or model.heads % tensor:

@@ -68,5 +68,5 @@ def sent_bytes(group: Group, nbytes: float) -> float:
 
 
 def sent_across(group: Group, nbytes: float) -> float:
-    """Return the number of bytes per device that leave the node. Only one of a node's devices sends to other nodes."""
+    """Return the number of bytes that leave a node, divided by the number of the group's devices on the node."""
     return sent_bytes(group, nbytes) / group.local if group.nodes > 1 else 0.0

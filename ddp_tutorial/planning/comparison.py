@@ -66,7 +66,7 @@ def median_error(errors: Sequence[float]) -> float:
 
 
 def predict(run: PublishedRun, reached: float = REACHED) -> Estimate:
-    """Return the estimate for a published run, with the value `reached` of the fitted constant.
+    """Return the estimate for a published run, using `reached` as the fitted constant.
 
     Raises:
         ValueError: If the run uses context parallelism, which the model does not support.

@@ -1,8 +1,8 @@
 """Compute a device's computation time for the forward and backward passes of a micro-batch.
 
 Three kinds of work take time: matrix products, attention, and memory access to activations. Memory traffic, in bytes
-per token, is counted for the operations between the matrix products. These are normalization, rotation of queries and
-keys, activation, dropout and residual additions. Each operation counts as a separate 16-bit kernel.
+per token, is counted for normalization, rotation of queries and keys, activation, dropout and residual additions. Each
+operation counts as a separate 16-bit kernel.
 """
 
 from typing import NamedTuple
@@ -78,7 +78,7 @@ def _output(model: Transformer, device: Device) -> float:
 
 
 def hardware_flops_per_token(model: Transformer, plan: Plan) -> float:
-    """Return the FLOPs per token, which include all recomputation except that inside fused kernels."""
+    """Return the FLOPs per token, including all recomputation except recomputation inside fused kernels."""
     again = {
         "none": 0,
         "selective": 0 if plan.fused_attention else model.attention_flops,

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 
 from ddp_tutorial.ddp.link_model import LinkModel
 
-# The fraction of a device's achievable matrix FLOP/s that the matrix products of a training step reach. It is the
-# model's only fitted constant: `comparison.fit` fits it once over all published runs, not per run or device.
+# The fraction of a device's achievable matrix FLOP/s that the matrix products of a training step reach. This fraction
+# is the model's only fitted constant: `comparison.fit` fits it once over all published runs, not per run or device.
 REACHED = 0.7
 
 

@@ -7,8 +7,8 @@ from ddp_tutorial.planning.plan import Plan
 from ddp_tutorial.planning.transformer import Transformer
 from ddp_tutorial.zero.memory import model_state_bytes
 
-# The fraction of a device's memory that a plan may use. The rest is for the CUDA context, communication buffers and
-# fragmentation. The value is an assumption.
+# The fraction of a device's memory that a plan may use. The rest is reserved for the CUDA context, communication
+# buffers and fragmentation. The fraction is an assumption.
 USABLE = 0.9
 
 

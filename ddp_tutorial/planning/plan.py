@@ -35,7 +35,7 @@ class Plan:
         strategy: The kind of data parallelism: DDP, a ZeRO stage ("zero3" is FSDP), or hybrid sharding ("hsdp").
         devices: The number of devices.
         micro_batch: Sequences per micro-batch.
-        accumulation: Micro-batches per step per replica. With pipeline parallelism, these micro-batches fill the
+        accumulation: Micro-batches per step per replica. With pipeline parallelism, the micro-batches fill the
             pipeline.
         tensor: The degree of tensor (and sequence) parallelism.
         pipeline: The number of pipeline stages.

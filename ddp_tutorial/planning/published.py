@@ -58,12 +58,12 @@ class PublishedRun:
         devices: The number of devices.
         fabric: The type of the network between nodes. Each node contains eight devices.
         fabric_gbit: The bandwidth between nodes in each direction, in Gbit/s per device.
-        fabric_published: Whether the source states `fabric_gbit`. Otherwise, the value is typical of such nodes.
+        fabric_published: Whether the source states `fabric_gbit`. Otherwise, `fabric_gbit` is a typical value.
         zero: The ZeRO stage over the data-parallel ranks. 0 means DDP.
         data: The number of data-parallel ranks.
         tensor: The number of tensor-parallel ranks.
         pipeline: The number of pipeline stages.
-        chunks: The number of model chunks per pipeline rank. If it is greater than 1, the schedule is interleaved.
+        chunks: The number of model chunks per pipeline rank. More than 1 selects an interleaved schedule.
         context: The number of context-parallel ranks, which split each sequence.
         micro_batch: The number of sequences per micro-batch on each data-parallel rank.
         recompute: The activations that the backward pass recomputes. "half" is torchtitan's selective option "op".
@@ -71,7 +71,7 @@ class PublishedRun:
         batch_tokens: The number of tokens per optimizer step, over all devices.
         value: The published throughput or step time.
         unit: The unit of `value`.
-        convention: The formula for a TFLOP/s value. One formula counts model FLOPs, and two count hardware FLOPs.
+        convention: The formula for a TFLOP/s value. The formula counts either model or hardware FLOPs.
         mfu: The published model FLOPs utilization in percent, if the source states it.
         source: The URL of the source.
         where: The table or section in the source.
@@ -315,7 +315,7 @@ def _meta_405b(devices: int, data: int, tflops: float, mfu: float) -> PublishedR
 def _gpt3(*, batch: int, shape: tuple[int, int, int] = (96, 12288, 96), **fields: Any) -> PublishedRun:
     """Return a run of a GPT-3-like model, whose ungated feed-forward layers are four times as wide as the model.
 
-    The batch is in sequences. Fields that are not given have the values of GPT-3 on Selene.
+    The batch is in sequences. Unspecified fields have the values of GPT-3 on Selene.
     """
     layers, width, heads = shape
     fields = {

@@ -2,13 +2,13 @@
 
 - Computation: matrix products run at `Device.matmul_flops` and fused attention at `attention_fraction` of the peak. The
   duration of any other operation is its memory traffic divided by the memory bandwidth (`computation`).
-- The backward pass takes twice as long as the forward pass. Recomputation repeats all or part of the forward pass.
+- The backward pass takes twice as long as the forward pass (2.5 times for fused attention). Recomputation repeats all
+  or part of the forward pass.
 - Tensor parallelism communicates twice per layer in each pass, without overlap.
 - Data parallelism communicates once per layer. Communication overlaps with computation in all layers except one (see
   `overlapped`). At the end of "zero1" and "zero2" steps, the all-gather of updated weights is not overlapped.
 - With p pipeline stages and m micro-batches, the idle time is (p - 1) / m of the busy time. With v chunks per stage,
-  the fraction is (p - 1) / (m v), and the messages between stages overlap with the computation of other chunks
-  (Narayanan et al., 2021).
+  the fraction is (p - 1) / (m v), and stages communicate while they compute other chunks (Narayanan et al., 2021).
 """
 
 from dataclasses import dataclass
@@ -193,7 +193,7 @@ def data_parallel(model: Transformer, plan: Plan, network: Network) -> DataParal
 
 
 def _groups(plan: Plan, network: Network) -> tuple[Group, Group, Group]:
-    """Return groups of all data-parallel devices, of devices that shard a replica, and of devices with equal shards."""
+    """Return the group of all data-parallel devices, a group that shards one replica, and a group with equal shards."""
     shard = shard_size(plan, network)
     return (
         group_of(plan.data, plan.tensor, network.per_node),
@@ -278,8 +278,8 @@ def tokens_to_hide_communication(
     P cancels out, so the threshold does not depend on the size of the model. In a ring, each of W devices sends
     (W - 1) / W of the bytes. The threshold ignores latency and the additional computation of attention.
 
-    "zero1" and "zero2" send half as many bytes as "ddp" in the backward pass. Their all-gather at the end of the step
-    is never hidden. "hsdp" is treated as "zero3" within a node.
+    "zero1" and "zero2" send half as many bytes as "ddp" in the backward pass. With "zero1" and "zero2", the all-gather
+    at the end of the step is never hidden. "hsdp" is treated as "zero3" within a node.
     """
     precision = precision or Precision()
     weights, gradients = precision.weights, precision.gradients

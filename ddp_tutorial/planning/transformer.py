@@ -3,7 +3,7 @@
 FLOPs follow the convention of Kaplan et al. (2020) and of PaLM's model FLOPs utilization (Chowdhery et al., 2022,
 appendix B). A weight requires 2 FLOPs per token in the forward pass and 4 in the backward pass. In a layer's forward
 pass, attention requires 4 s h FLOPs per token (s: sequence length, h: width). The causal mask is ignored, so FLOPs are
-counted as if every token attended to all s tokens. The token embeddings are a lookup and require no FLOPs.
+counted as if every token attended to all s tokens. A token embedding is a lookup and requires no FLOPs.
 
 Activation sizes follow Korthikanti et al., "Reducing activation recomputation in large transformer models" (2022).
 """
@@ -102,9 +102,9 @@ class Transformer:
         table 2 of Korthikanti et al.
 
         Args:
-            recomputation: "full" stores only the input of a layer. "selective" recomputes the attention scores.
-                "half" recomputes every other matrix product and the operations between matrix products, like
-                torchtitan's selective option "op". This setting stores about half of the activations.
+            recomputation: "full" stores only the input of a layer. "selective" recomputes the attention scores. "half"
+                recomputes every other matrix product and the operations between matrix products, like torchtitan's
+                selective option "op", and stores about half of the activations.
             tensor: The degree t of tensor and sequence parallelism.
             fused: Whether a fused kernel computes attention. A fused kernel never stores the scores.
         """
