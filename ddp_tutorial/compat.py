@@ -1,8 +1,8 @@
 """Wrap private APIs of PyTorch and other libraries, and names that differ between library versions.
 
 Only this module uses private library APIs, so a change to such an API can break only this file. Each entry states why
-the private API is necessary. If possible, it also states a public fallback, in case the library removes the private
-API. `tests/test_compat.py` tests all entries with torch 2.13.0.
+the private API is necessary and, if possible, a public fallback in case the library removes the private API.
+`tests/test_compat.py` tests all entries with PyTorch 2.13.0.
 """
 
 import inspect
@@ -72,9 +72,9 @@ __all__ = [
 def current_backward() -> int | None:
     """Return the ID of the backward pass that autograd is running in this thread, or None outside a backward pass.
 
-    Each backward pass receives a different ID, even if reentrant activation checkpointing runs one pass inside another.
+    Each backward pass has a different ID, even if reentrant activation checkpointing runs one pass inside another.
 
-    PyTorch provides no public function for this purpose. `torch.utils.checkpoint` uses the same private function.
+    PyTorch has no public function that returns the ID. `torch.utils.checkpoint` uses the same private function.
     Fallback: none.
     """
     number = torch._C._current_graph_task_id()
@@ -89,7 +89,7 @@ def is_in_backward() -> bool:
 def after_backward(callback: Callable[[], None]) -> None:
     """Call `callback` when the running backward pass finishes without an exception.
 
-    PyTorch provides no public function for this purpose. `fully_shard` uses the same private method. Fallback: none.
+    No public function registers such a callback. `fully_shard` uses the same private method. Fallback: none.
     """
     Variable._execution_engine.queue_callback(callback)
 
@@ -107,18 +107,18 @@ def is_profiling() -> bool:
 
 
 def multiply_(tensors: Sequence[torch.Tensor], factor: float) -> None:
-    """Multiply each of `tensors` by `factor`, in place.
+    """Multiply each tensor by `factor`, in place.
 
-    On a GPU, a loop over `mul_` launches one kernel for each tensor. The public functions, such as `clip_grad_norm_`,
+    On a GPU, calling `mul_` in a loop launches one kernel per tensor. The public functions, such as `clip_grad_norm_`,
     cannot multiply by an arbitrary factor. Fallback: the loop.
     """
     torch._foreach_mul_(list(tensors), factor)
 
 
 def norms(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Return the 2-norm of each of `tensors`.
+    """Return the 2-norm of each tensor.
 
-    On a GPU, a loop over `vector_norm` launches one kernel for each tensor. `get_total_norm` is public, but it returns
+    On a GPU, calling `vector_norm` in a loop launches one kernel per tensor. `get_total_norm` is public, but it returns
     only the combined norm of all tensors. Fallback: the loop.
     """
     return list(torch._foreach_norm(list(tensors)))
@@ -141,9 +141,9 @@ def storage_id(tensor: torch.Tensor) -> int:
 
 
 def argument_names(operator: Any) -> list[str]:
-    """Return the names of an operator's arguments. A dispatch mode receives the operator as its argument `func`.
+    """Return the argument names of an operator, such as the operator `func` that a dispatch mode receives.
 
-    The schema of an operator is not public. Fallback: parse `str(operator)`.
+    An operator's schema is not public. Fallback: parse `str(operator)`.
     """
     return [argument.name for argument in operator._schema.arguments]
 
@@ -160,7 +160,7 @@ def remove_step_hooks(optimizer: torch.optim.Optimizer) -> None:
 def is_compiled(module: nn.Module) -> bool:
     """Return whether `torch.compile` was applied to `module` or to one of its submodules.
 
-    PyTorch provides no public function for this purpose. Fallback: return False.
+    PyTorch has no public function that detects compiled modules. Fallback: return False.
     """
     return any("_orig_mod" in part._modules or part._compiled_call_impl is not None for part in module.modules())
 
@@ -168,9 +168,9 @@ def is_compiled(module: nn.Module) -> bool:
 def uncompiled(module: nn.Module) -> nn.Module:
     """Return `module` with each `torch.compile(...)` wrapper replaced by the wrapped module.
 
-    The wrapped module stays compiled with the wrapper's options, as after `module.compile(...)`. The parameter names do
-    not contain `_orig_mod`. A wrapper does not expose its module or its options publicly. Fallback: require
-    `module.compile(...)` instead.
+    The wrapped module stays compiled with the wrapper's options, as after `module.compile(...)`. The returned module's
+    parameter names do not contain `_orig_mod`. A wrapper does not expose its module or options publicly. Fallback:
+    require `module.compile(...)` instead.
     """
     for part in list(module.modules()):
         for name, child in part._modules.items():
@@ -205,7 +205,7 @@ def default_store() -> dist.Store:
 def group_ranks() -> dict[str, list[int]]:
     """Return the global ranks of each process group that contains this rank, by group name.
 
-    `get_process_group_ranks` is public, but the list of groups is not. Fallback: the default process group only.
+    `get_process_group_ranks` is public, but the list of groups is not. Fallback: return only the default group.
     """
     world = dist.distributed_c10d._world
     names = dict(world.pg_names)  # a copy, because a different thread may be creating a group
@@ -215,8 +215,8 @@ def group_ranks() -> dict[str, list[int]]:
 def used_groups() -> set[str]:
     """Return the names of the process groups in which this rank may have entered a collective.
 
-    Neither the list of groups nor the number of collectives is public. Fallback: return the names of all groups, as
-    for backends that do not count their collectives.
+    Groups whose backend does not count collectives are included. Neither the list of groups nor the number of
+    collectives is public. Fallback: return the names of all groups.
     """
     used: set[str] = set()
     for group, name in dict(dist.distributed_c10d._world.pg_names).items():
@@ -272,9 +272,9 @@ def flight_record(*, entries: bool = True, stacks: bool = True) -> dict[str, Any
 def import_dynamo() -> None:
     """Import `torch._dynamo` now.
 
-    DistributedDataParallel and a process's first optimizer import this module. The import takes seconds. If a process
-    group exists at that time, the module keeps the group alive. PyTorch has no public function that imports only this
-    module. Fallback: do nothing.
+    DistributedDataParallel and a process's first optimizer import `torch._dynamo`. The import takes seconds, and keeps
+    any existing process group alive. PyTorch has no public function that imports only `torch._dynamo`. Fallback: do
+    nothing.
     """
     import torch._dynamo  # noqa: F401
 
@@ -295,7 +295,7 @@ def hidden_worker_info() -> Iterator[None]:
     """Make `torch.utils.data.get_worker_info` return None inside the block.
 
     Datasets that call `get_worker_info`, such as Hugging Face datasets, would otherwise split the rows among the
-    workers a second time. The function is public, but no public function resets the worker info. Fallback: require
+    workers a second time. `get_worker_info` is public, but no public function resets the worker info. Fallback: require
     `num_workers=0`.
     """
     module = torch.utils.data._utils.worker

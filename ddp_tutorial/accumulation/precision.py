@@ -144,7 +144,7 @@ class Precision:
                 scale_may_help = self.scale.value > 1 and math.isfinite(loss)
             self.scale.update(overflow)
         if not overflow:
-            if clip is not None and length + 1e-6 > clip:  # torch's condition; otherwise it would multiply by 1
+            if clip is not None and length + 1e-6 > clip:  # otherwise, PyTorch would multiply by 1
                 clip_grads_with_norm_(parameters, clip, norm)
             optimizer.step()
         for parameter in parameters:  # same effect as optimizer.zero_grad(), in a fifth of the time
