@@ -258,7 +258,7 @@ def flight_record(*, entries: bool = True, stacks: bool = True) -> dict[str, Any
         stacks: Whether to include the Python stack of each collective.
 
     Returns:
-        The record as a dict. "pg_status" contains the last collective of each process group.
+        The record as a dict, in which "pg_status" contains the last collective of each process group.
     """
     name = "_dump_nccl_trace" if dist.get_backend() == "nccl" else "_dump_fr_trace"
     dump = getattr(torch._C._distributed_c10d, name)

@@ -1,13 +1,13 @@
 """Train with bitwise identical results on 1, 2, 4, ... ranks.
 
-Floating-point sums depend on the order of the operands. In this module, the order does not depend on the number of
-ranks. A step contains V micro-batches, where V is a power of two. The micro-batches are numbered as in
+Floating-point sums depend on the order of the operands, which in this module does not depend on the number of ranks. A
+step contains V micro-batches, where V is a power of two. The micro-batches are numbered as in
 `sharding.permutation.shard_micro_batches`. The micro-batch gradients are summed in a binary tree. In a round that
-starts with n gradients, gradients v and v + n / 2 are added:
+starts with n gradients, gradients v and v + n / 2 are added.
 
     V = 4      0   1   2   3
                 \\   \\ /   /            0 + 2 and 1 + 3: each within one rank, if there are two ranks
-                 0   1                 0 + 1: between the two ranks
+                 0   1                 0 + 1: between the two ranks.
 
 With W ranks, rank r processes the micro-batches r, r + W, r + 2 W, ... Therefore, the first rounds run within each
 rank. In each of the last log2 W rounds, pairs of ranks exchange sums (recursive doubling). Both ranks of a pair compute
@@ -156,7 +156,7 @@ def bit_reversed(count: int) -> list[int]:
 
 
 def add_across_ranks(world: World, vector: torch.Tensor) -> torch.Tensor:
-    """Sum `vector` over all ranks, in place and in a fixed order, and return the sum. Collective.
+    """Sum `vector` over all ranks in the fixed tree, in place, and return it. Collective.
 
     The number of ranks must be a power of two.
     """

@@ -1,14 +1,14 @@
 """Define the interface of a loss function, and sum losses over a step's micro-batches and over all ranks.
 
-    def loss(model, batch):
-        logits = model(batch["pixels"])
-        right = (logits.argmax(-1) == batch["digit"]).sum()
-        count = len(batch["digit"])
-        return F.cross_entropy(logits, batch["digit"], reduction="sum"), count, {"accuracy": (right, count)}
+A loss function returns a sum and a count, because the means of different micro-batches and ranks cannot be added. The
+count is the number of samples or non-padding tokens. An optional dict maps each metric's name to a sum and a count. To
+combine several losses, return their weighted sum, and report each loss as a metric.
 
-A loss function returns a sum and a count. Sums and counts of different micro-batches and ranks can be added, but means
-cannot. The count is the number of samples or non-padding tokens. Metrics are returned in a dict that maps each metric's
-name to a sum and a count. To combine several losses, return their weighted sum, and report each loss as a metric.
+Example:
+    def loss(model, batch):
+        logits, count = model(batch["pixels"]), len(batch["digit"])
+        right = (logits.argmax(-1) == batch["digit"]).sum()
+        return F.cross_entropy(logits, batch["digit"], reduction="sum"), count, {"accuracy": (right, count)}
 """
 
 import math

@@ -29,9 +29,9 @@ class SavedBytes:
 def count_saved_bytes(model: nn.Module) -> Iterator[SavedBytes]:
     """Count the bytes that autograd saves for the backward pass, excluding the parameters and buffers of `model`.
 
-    with count_saved_bytes(model) as saved:
-        loss = model(inputs).sum()
-    print(saved.nbytes)
+    Example:
+        with count_saved_bytes(model) as saved:
+            loss = model(inputs).sum()  # afterward, `saved.nbytes` is the number of bytes
     """
     own = {storage_id(tensor) for tensor in [*model.parameters(), *model.buffers()]}
     saved = SavedBytes()
@@ -48,12 +48,12 @@ def count_saved_bytes(model: nn.Module) -> Iterator[SavedBytes]:
 class PeakMemory(TorchDispatchMode):
     """A context manager that measures the peak memory of the tensors created in its block.
 
-    with PeakMemory() as memory:
-        loss_of(model, batch).backward()
-    print(memory.peak_bytes)
+    Existing tensors, such as parameters, and memory that an operator allocates and frees internally are not counted.
 
-    The peak does not include tensors that already exist, such as parameters, or memory that an operator allocates and
-    frees internally.
+    Example:
+        with PeakMemory() as memory:
+            loss_of(model, batch).backward()
+        print(memory.peak_bytes)
     """
 
     def __init__(self) -> None:

@@ -1,8 +1,8 @@
 """Skip a batch on all ranks if any rank runs out of memory in the forward pass.
 
-    each rank                            all ranks
+    Each rank                            All ranks
     forward pass of a micro-batch  ->    all-reduce: which ranks failed?  ->  none: backward pass
-                                                                          ->  some: OutOfMemoryError on all ranks
+                                                                          ->  some: OutOfMemoryError on all ranks.
 
 The all-reduce starts after DDP's forward collectives have finished and before DDP's backward collectives start.
 Therefore, every rank can join the all-reduce, even if its forward pass failed. The reduced tensor contains one flag per

@@ -43,7 +43,7 @@ def require_no_closure(optimizer: torch.optim.Optimizer) -> None:
 class Scale:
     """The loss scale, which is halved after an overflow and doubled after `growth_interval` steps without overflow.
 
-    `torch.amp.GradScaler` uses the same rule in one process. All ranks must call `update` with the same `overflow`.
+    `torch.amp.GradScaler` uses the same update rule. All ranks must call `update` with the same `overflow`.
     """
 
     value: float
@@ -123,11 +123,9 @@ class Precision:
 
         Args:
             optimizer: The optimizer to step.
-            clip: The maximum norm of the gradient. None disables clipping.
-            loss: The unscaled loss, summed over all ranks. If the loss is not finite, or if the scale is 1, a smaller
-                scale cannot help.
-            norm_of: A function that returns the norm of the full gradient. Required if this rank stores only a shard of
-                the gradient.
+            clip: The maximum norm of the gradient, or None to disable clipping.
+            loss: The unscaled loss, summed over all ranks. A smaller scale cannot help if the loss is not finite.
+            norm_of: A function that returns the norm of the full gradient, required if this rank stores only a shard.
         """
         parameters = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
         gradients = [p.grad for p in parameters if p.grad is not None]

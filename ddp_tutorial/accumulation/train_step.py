@@ -33,9 +33,9 @@ class StepResult:
     Attributes:
         means: The mean of the loss and of each metric, by name.
         count: The number of elements in the loss (samples or tokens), summed over all ranks.
-        grad_norm: The gradient's norm before clipping. In local SGD, this is the norm of this rank's gradient.
+        grad_norm: The norm of the gradient (in local SGD, of this rank's gradient) before clipping.
         learning_rate: The learning rate of the step.
-        applied: Whether the weights have changed. The weights do not change if a float16 gradient overflows.
+        applied: Whether the weights have changed, which is false if a float16 gradient overflows.
         stop_flags: The sum of all ranks' stop flags.
     """
 
@@ -59,7 +59,7 @@ class TrainStep:
         optimizer: The optimizer that `strategy.setup_optimizer` returned.
         scheduler: The learning-rate scheduler of `optimizer`.
         precision: The `Precision` that was passed to `strategy`.
-        clip: The maximum norm of the gradient. None disables clipping.
+        clip: The maximum norm of the gradient, or None to disable clipping.
         oom_skips: The maximum number of consecutive batches to skip if a rank runs out of memory in its forward pass.
 
     Raises:

@@ -5,8 +5,8 @@ server exits. `Cluster` starts the server and sends it requests over a socket, o
 server forks, and the child enters a host's namespaces. The server exits when its client closes the socket or is killed.
 
 A request is one packet, which the kernel sends completely or not at all, even if the sender is interrupted. A request's
-arguments can exceed the maximum packet size of 128 KiB, so the arguments are stored in an in-memory file that is passed
-with the packet.
+arguments, which can exceed the maximum packet size of 128 KiB, are stored in an in-memory file that is passed with the
+packet.
 """
 
 import errno
@@ -181,8 +181,8 @@ class Box:
     def do_kill(self, node: int, fds: list[int]) -> None:
         """Simulate a host's power failure by disconnecting its cable and killing its processes immediately.
 
-        The method returns after the exit codes of all processes have been written, including processes that are exiting
-        and no longer appear in the list of the host's processes.
+        The method returns after all exit codes have been written, including the exit codes of exiting processes that
+        are no longer listed on the host.
         """
         self.off.add(node)
         self.network.connect(node, False)

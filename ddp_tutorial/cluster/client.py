@@ -125,7 +125,7 @@ class BoxClient:
         discards the reply to the interrupted request, and kills any process that the request started.
 
         Args:
-            name: Name of the request. The server calls `Box.do_NAME`.
+            name: Name of the request, which calls `Box.do_NAME` on the server.
             *args: Arguments of `Box.do_NAME`.
             fds: Open files to pass with the request.
 

@@ -1,17 +1,17 @@
 """Emulate several machines on one Linux machine with `Cluster`.
 
+Each node has its own host name (n0, n1, ...), address (10.0.0.1, ...), loopback interface and processes. The nodes are
+connected by a network whose rate the kernel enforces. The traffic is real, not simulated. The nodes share the machine's
+cores, memory, disk and files. Nothing outside the cluster can connect to it. A cluster requires Linux, and either root
+privileges or unprivileged user namespaces, which most systems permit.
+
+Example:
     with Cluster(nodes=2, rate="1gbit") as cluster:
         for finished in cluster.run("hostname"):
             print(finished.node, finished.output)
         cluster.torchrun("-m", "ddp_tutorial", "train", "tiny")
         speeds = cluster.launch(measure)      # measure(world) on every rank
         cluster.disconnect(1)
-
-Each node has its own host name (n0, n1, ...), address (10.0.0.1, ...), loopback interface and processes. The nodes are
-connected by a network whose rate the kernel enforces. The traffic is real, not simulated. The nodes share the machine's
-cores, memory, disk and files. Nothing outside the cluster can connect to it.
-
-A cluster requires Linux, and either root privileges or unprivileged user namespaces, which most systems permit.
 """
 
 import math
@@ -55,13 +55,11 @@ class Cluster:
 
         Args:
             nodes: Number of hosts.
-            rate: Limit on the send rate and on the receive rate of each host, such as "10gbit", "1gbit" or "100mbit".
-                None means no limit.
-            delay: Additional one-way latency of each message, such as "0.5ms". A user-space process with limited
-                throughput delays the messages, so `delay` requires `rate`. With a delay, the maximum rate is 1gbit for
-                two nodes. For more than two nodes, the maximum is 480mbit divided by the number of nodes.
-            shared_folder: Whether all nodes use `folder` as their working directory, as on a network file system.
-                Otherwise, each node uses its own subfolder of `folder` (n0/, n1/, ...).
+            rate: Limit on each host's send rate and receive rate, such as "1gbit" or "100mbit", or None for no limit.
+            delay: Additional one-way latency of each message, such as "0.5ms", which requires a `rate` of at most 1gbit
+                for two nodes, and at most 480mbit divided by the number of nodes for more than two nodes.
+            shared_folder: Whether all nodes use `folder` as their working directory, instead of a subfolder per node
+                (n0/, n1/, ...).
             folder: Working directory of the nodes.
 
         Raises:
@@ -225,17 +223,17 @@ class Cluster:
         Args:
             fn: Function to run on every rank, with the rank's `World` as the first argument.
             *args: Additional arguments for `fn`.
-            nodes: Number of nodes to use. Defaults to all nodes.
+            nodes: Number of nodes to use (all by default).
             ranks_per_node: Number of ranks on each node.
             threads: Number of torch threads per rank.
-            timeout: Timeout in seconds for all ranks to return. None means no timeout.
+            timeout: Timeout in seconds for all ranks to return, or None for no timeout.
             collective_timeout: Timeout in seconds for each collective, after which a waiting rank raises an error.
             meanwhile: Function to call in this process after all ranks have joined the process group, for example to
                 unplug a cable.
 
         Raises:
             ConfigError: If `nodes` or `ranks_per_node` is out of range.
-            RankError: If a rank failed. The other ranks are killed after a short grace period.
+            RankError: If a rank failed, in which case the other ranks are killed after a short grace period.
             RankTimeoutError: If the ranks did not return within `timeout`.
         """
         if nodes is not None and not (isinstance(nodes, int) and 1 <= nodes <= len(self)):

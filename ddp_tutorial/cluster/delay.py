@@ -2,7 +2,7 @@ r"""Delay each network frame that is sent from one host to another.
 
      port0   port1          frames from n0 and n1 arrive here; the kernel redirects all of them to `wire` (mirred)
         \    /
-        bridge --- wire     a TAP device: a process reads its frames, holds them, and writes them back
+        bridge --- wire     a TAP device: a process reads its frames, holds them, and writes them back.
 
 A frame that the process writes back enters the bridge again. The bridge forwards the frame through the token bucket of
 the destination port. The kernel therefore enforces the rate, and the process enforces only the delay. The process

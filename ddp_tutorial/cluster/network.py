@@ -4,7 +4,7 @@ r"""Create hosts and a network between them. Each host is a Linux network namesp
           /      \
      port0        port1                veth pairs: a packet that enters one end leaves at the other end
        |            |
-     eth0          eth0                in the namespaces of n0 and n1, 10.0.0.1 and 10.0.0.2
+     eth0          eth0                in the namespaces of n0 and n1, 10.0.0.1 and 10.0.0.2.
 
 A token bucket (tbf, see tc-tbf(8)) at each end of a veth pair limits the rate at which packets leave or enter a host.
 Each host's send rate and receive rate are therefore at most `rate`, as with a real network card. If a delay is set, a
@@ -121,7 +121,7 @@ class Network:
 
         Args:
             nodes: Number of hosts.
-            rate: Rate of the links. None means no limit.
+            rate: Rate of the links, or None for no limit.
             delayed: Whether the method `divert` will be called.
 
         Raises:

@@ -27,8 +27,8 @@ def call_here(call: int, result: int) -> None:
 
     Args:
         call: Descriptor of the file with the pickled call, which all ranks share.
-        result: Descriptor of the file for the outcome. A first byte records that the rank has joined the process group.
-            The pickled result or exception follows.
+        result: Descriptor of the file for the outcome: one byte after the rank has joined the process group, followed
+            by the pickled result or exception.
     """
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):

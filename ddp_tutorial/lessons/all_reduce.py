@@ -9,7 +9,7 @@ from ddp_tutorial.world import World, require_group
 
 
 class Message(NamedTuple):
-    """A message that a rank sent, with one chunk of the tensor."""
+    """A message that a rank sent, which contains one chunk of the tensor."""
 
     round: int
     sender: int
@@ -22,12 +22,12 @@ def ring_all_reduce(world: World, tensor: torch.Tensor) -> list[Message]:
     """Sum `tensor` over all ranks, in place, around a ring. Collective.
 
     The tensor is split into one chunk per rank. In the first N - 1 rounds (the reduce-scatter), each rank sends a chunk
-    to the next rank, which adds its own values. Afterward, each rank holds one complete chunk. In the last N - 1
-    rounds (the all-gather), the ranks pass the complete chunks around the ring.
+    to the next rank, which adds its own values. Afterward, each rank holds one fully reduced chunk. In the last N - 1
+    rounds (the all-gather), the ranks pass the reduced chunks around the ring.
 
-    In 2 (N - 1) rounds, each rank sends 2 (N - 1) / N times the tensor's size, which hardly depends on N. Each chunk is
-    summed once and then copied, so the result is bitwise identical on all ranks. A different number of ranks may change
-    the rounding.
+    In 2 (N - 1) rounds, each rank sends 2 (N - 1) / N times the tensor's size. The number of bytes hardly depends on N.
+    Each chunk is summed once and then copied, so the result is bitwise identical on all ranks. A different number of
+    ranks may change the rounding.
 
     See Patarasuk & Yuan, "Bandwidth optimal all-reduce algorithms for clusters of workstations", 2009.
 
@@ -64,10 +64,10 @@ def ring_all_reduce(world: World, tensor: torch.Tensor) -> list[Message]:
 
 
 def tree_all_reduce(world: World, tensor: torch.Tensor) -> list[Message]:
-    """Sum `tensor` over all ranks, in place, up a binomial tree and down again. Collective.
+    """Sum `tensor` over all ranks, in place, along a binomial tree. Collective.
 
     In the first round, every second rank sends its tensor to the preceding rank. In the next round, every second
-    receiver sends its sum to the preceding one. After log2 N rounds, rank 0 holds the sum and sends it back.
+    receiver sends its sum to the preceding receiver. After log2 N rounds, rank 0 sends the sum back down the tree.
 
     A tree requires few rounds, so it is fast for small tensors. Each round sends the full tensor, so a tree is slow for
     large tensors. The result is bitwise identical on all ranks.

@@ -94,7 +94,7 @@ def inject(folder: Path, rank: int, size: int, step: int) -> None:
 def write_stand_ins(folder: Path) -> str:
     """Write stand-ins for Slurm's commands to `folder`, and return a value for PATH that starts with `folder`.
 
-    `srun` runs its command, and `scontrol` appends its arguments to the file `requeued` in the working directory.
+    `srun` runs its arguments as a command, and `scontrol` appends its arguments to the file `requeued`.
     """
     commands = {
         "srun": 'exec "$@"',

@@ -59,7 +59,7 @@ def skips_batches_of_its_own(world: World) -> Result:
 
 
 class _Stream(IterableDataset[int]):
-    """Stream of this rank's sample indices (out of 0 to 23), grouped by simulated `DataLoader` worker.
+    """Stream of this rank's sample indices (from 0 to 23), grouped by simulated `DataLoader` worker.
 
     The bug is that the indices, which are already sharded by rank, are sharded again across all ranks' workers.
     """
@@ -104,7 +104,7 @@ def reads_its_share(world: World) -> Result:
 
 
 def shares_out_with_another_order(world: World) -> Result:
-    """Take every second sample on each rank, but from a different order on each rank."""
+    """Take every second sample on each rank, but shuffle the samples differently on each rank."""
     order = torch.randperm(24, generator=torch.Generator().manual_seed(world.rank)).tolist()
     return {"seen": order[world.rank :: world.size]}
 

@@ -10,13 +10,11 @@
 - `choice` compares plans. `published` lists training runs that other groups published, and `comparison` compares the
   predictions with these runs.
 
-For example:
+Importing these modules does not import torch. For example:
 
     plan = Plan("zero3", devices=64, micro_batch=2)
     estimate = estimate_step(MODELS["Llama 2 7B"], plan, DEVICES["H100"], NETWORKS["DGX H100"])
     print(estimate.seconds, estimate.mfu, estimate.memory.total)
-
-Importing these modules does not import torch.
 """
 
 import lazy_loader

@@ -35,13 +35,11 @@ class Plan:
         strategy: The kind of data parallelism: DDP, a ZeRO stage ("zero3" is FSDP), or hybrid sharding ("hsdp").
         devices: The number of devices.
         micro_batch: Sequences per micro-batch.
-        accumulation: Micro-batches per step per replica. With pipeline parallelism, the micro-batches fill the
-            pipeline.
+        accumulation: Micro-batches per step per replica, which fill the pipeline if there is one.
         tensor: The degree of tensor (and sequence) parallelism.
         pipeline: The number of pipeline stages.
         interleaving: The number of model chunks on each stage of an interleaved schedule.
-        shard: With "hsdp", the number of devices that shard one replica. Defaults to the number of
-            data-parallel devices per node.
+        shard: With "hsdp", the number of devices that shard one replica (default: the data-parallel devices per node).
         recomputation: The activations that the backward pass recomputes.
         fused_attention: Whether a fused kernel (FlashAttention) computes attention.
         precision: The number of bytes per parameter.

@@ -14,7 +14,7 @@ These runs were excluded:
 - PaLM 540B: its TPU v4 torus has no fast domain inside a slower fabric.
 - OPT-175B: the source states only "up to 147 TFLOP/s", but not the degree of tensor parallelism.
 - Llama 2 and OLMo-core: either the parallel degrees or the number of GPUs is not published.
-- Megatron-LM, table 1 (2021) and the H100 table of its README: the micro-batch sizes are not published.
+- Megatron-LM, table 1 (2021) and the README's H100 table: the micro-batch sizes are not published.
 
 The sources use several conventions. `PublishedRun.tokens_per_second` converts all figures to tokens per second per
 device. Only the converted throughput is compared with a prediction.
@@ -56,22 +56,22 @@ class PublishedRun:
         flash_attention: Whether a fused kernel computes attention, without writing the attention matrix to memory.
         device: The device type, which is a key of `DEVICES`.
         devices: The number of devices.
-        fabric: The type of the network between nodes. Each node contains eight devices.
+        fabric: The type of the network between nodes, which contain eight devices each.
         fabric_gbit: The bandwidth between nodes in each direction, in Gbit/s per device.
-        fabric_published: Whether the source states `fabric_gbit`. Otherwise, `fabric_gbit` is a typical value.
-        zero: The ZeRO stage over the data-parallel ranks. 0 means DDP.
+        fabric_published: Whether the source states `fabric_gbit`, which is a typical value otherwise.
+        zero: The ZeRO stage over the data-parallel ranks, or 0 for DDP.
         data: The number of data-parallel ranks.
         tensor: The number of tensor-parallel ranks.
         pipeline: The number of pipeline stages.
-        chunks: The number of model chunks per pipeline rank. More than 1 selects an interleaved schedule.
+        chunks: The number of model chunks per pipeline rank, which is above 1 with an interleaved schedule.
         context: The number of context-parallel ranks, which split each sequence.
         micro_batch: The number of sequences per micro-batch on each data-parallel rank.
-        recompute: The activations that the backward pass recomputes. "half" is torchtitan's selective option "op".
+        recompute: The activations that the backward pass recomputes, where "half" is torchtitan's option "op".
         gradient_bytes: The number of bytes sent per gradient value.
         batch_tokens: The number of tokens per optimizer step, over all devices.
         value: The published throughput or step time.
         unit: The unit of `value`.
-        convention: The formula for a TFLOP/s value. The formula counts either model or hardware FLOPs.
+        convention: The formula for a TFLOP/s value, which counts either model or hardware FLOPs.
         mfu: The published model FLOPs utilization in percent, if the source states it.
         source: The URL of the source.
         where: The table or section in the source.

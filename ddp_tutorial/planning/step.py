@@ -7,8 +7,8 @@
 - Tensor parallelism communicates twice per layer in each pass, without overlap.
 - Data parallelism communicates once per layer. Communication overlaps with computation in all layers except one (see
   `overlapped`). At the end of "zero1" and "zero2" steps, the all-gather of updated weights is not overlapped.
-- With p pipeline stages and m micro-batches, the idle time is (p - 1) / m of the busy time. With v chunks per stage,
-  the fraction is (p - 1) / (m v), and stages communicate while they compute other chunks (Narayanan et al., 2021).
+- With p pipeline stages and m micro-batches, the idle time is (p - 1) / m of the busy time. Interleaving v chunks per
+  stage divides the idle time by v, and stages communicate while they compute other chunks (Narayanan et al., 2021).
 """
 
 from dataclasses import dataclass

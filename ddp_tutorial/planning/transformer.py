@@ -25,8 +25,8 @@ class Transformer:
         heads: The number of attention heads.
         vocabulary: The number of tokens in the vocabulary, including padding.
         sequence: The number of tokens in a sequence.
-        kv_heads: The number of key and value heads. Defaults to `heads`.
-        feed_forward: The inner size of the feed-forward layer. Defaults to 4 times the width.
+        kv_heads: The number of key and value heads (default: `heads`).
+        feed_forward: The inner size of the feed-forward layer (default: 4 times the width).
         gated: Whether the feed-forward layer has a gate (SwiGLU), and therefore three matrices.
         tied: Whether the output layer shares the matrix of the token embeddings.
         positions: The number of learned position embeddings, or 0.
