@@ -58,7 +58,7 @@ class InvariantStrategy(ReplicatedStrategy):
         `seed` is the seed for dropout.
 
         Raises:
-            ConfigError: If the model contains buffers, or if `micro_batches` does not fit the number of ranks.
+            ConfigError: If the model contains buffers, or if `micro_batches` is invalid for the number of ranks.
         """
         require_group(world)
         require_even_shares(micro_batches, world.size)

@@ -33,7 +33,7 @@ class OutOfMemoryError(FailedError):
         self.ranks, self.description = ranks, description
 
     def __reduce__(self) -> tuple[type, tuple[tuple[int, ...], str]]:
-        """Return the class and its constructor arguments. The default method would return only the error message."""
+        """Return the class and its constructor arguments. By default, `pickle` would keep only the message."""
         return OutOfMemoryError, (self.ranks, self.description)
 
 

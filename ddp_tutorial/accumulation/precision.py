@@ -124,7 +124,7 @@ class Precision:
         Args:
             optimizer: The optimizer to step.
             clip: The maximum norm of the gradient, or None to disable clipping.
-            loss: The unscaled loss, summed over all ranks. A smaller scale cannot help if the loss is not finite.
+            loss: The unscaled loss over all ranks, which determines whether a smaller scale may prevent an overflow.
             norm_of: A function that returns the norm of the full gradient, required if this rank stores only a shard.
         """
         parameters = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]

@@ -67,7 +67,7 @@ def candidates(model: Transformer, network: Network, devices: int, sequences: fl
 
 
 def _variants(plan: Plan, network: Network) -> Iterator[Plan]:
-    """Yield one variant of `plan` for each combination of a permitted strategy and a kind of recomputation."""
+    """Yield one variant of `plan` for each permitted combination of strategy and recomputation."""
     strategies: tuple[Strategy, ...] = ("ddp", "zero1")
     if plan.pipeline == 1:
         strategies = ("ddp", "zero1", "zero2", "zero3", "hsdp")

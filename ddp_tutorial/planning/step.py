@@ -273,7 +273,7 @@ def tokens_to_hide_communication(
 
         DDP    backward 4 P T / F >= all-reduce of g bytes per gradient 2 g P / B          =>  T >= g F / (2 B)
         ZeRO-3 forward  2 P T / F >= all-gather of w bytes per weight w P / B              =>  T >= w F / (2 B)
-               backward 4 P T / F >= all-gather and reduce-scatter (w + g) P / B           =>  T >= (w + g) F / (4 B)
+               backward 4 P T / F >= all-gather and reduce-scatter (w + g) P / B           =>  T >= (w + g) F / (4 B).
 
     P cancels out, so the threshold does not depend on the size of the model. In a ring, each of W devices sends
     (W - 1) / W of the bytes. The threshold ignores latency and the additional computation of attention.
