@@ -289,7 +289,7 @@ class Cluster:
         """Wait until all processes have exited, and return their results.
 
         Raises:
-            TimeoutError: If a process is still running after `timeout` seconds. All processes are then killed.
+            TimeoutError: If a process is still running after `timeout` seconds. The processes still running are killed.
         """
         try:
             wait(processes, timeout)
