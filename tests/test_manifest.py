@@ -79,7 +79,7 @@ def test_listing_does_not_import_torch() -> None:
             json.dumps(CONTENT | {"schema_version": 2}),
             r"newer version \(schema 2; this version supports schemas up to 1\)",
         ),
-        (json.dumps({**CONTENT, "step": "three"}), r"is damaged: its content"),
+        (json.dumps({**CONTENT, "step": "three"}), r"is damaged: the content"),
         (sealed({**CONTENT, "step": "three"}), r"is damaged: step: "),
         ("[" * 200_000, "is damaged"),
         ('{"a":' * 200_000, "is damaged"),

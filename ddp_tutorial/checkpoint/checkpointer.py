@@ -7,7 +7,7 @@
 A component is any object with `state_dict` and `load_state_dict`. `Component.shared` specifies which ranks hold the
 same state, and therefore which ranks write the state:
 
-    replicated   All ranks hold the same state. Rank 0 writes it, after a check that the states are identical.
+    replicated   All ranks hold the same state. After a consistency check, rank 0 writes the state.
     global       Rank 0 holds the state for all ranks.
     per_rank     Each rank holds its own state.
     per_node     The ranks of one node hold the same state.
@@ -15,8 +15,8 @@ same state, and therefore which ranks write the state:
     sharded      Each rank holds a shard of every tensor (a DTensor, as in FSDP), or a subset of the full tensors. The
                  shards depend on the world size.
 
-All ranks write to the same folder. If the hosts do not share a disk, pass `shared=False` to `Checkpointer`. In
-this mode, rank 0 writes and reads for all ranks, and the states are sent over the network.
+All ranks write to the same folder. If the hosts do not share a disk, pass `shared=False` to `Checkpointer`. With
+`shared=False`, rank 0 reads and writes the files of all ranks, and states are sent over the network.
 
 All ranks synchronize at every stage of saving and loading. If one rank fails, all ranks raise an error, and the earlier
 checkpoints stay intact. Files are compared with the manifest before any state is restored. Only tensors and plain
@@ -104,16 +104,16 @@ class Checkpointer:
             components: The components of the run's state, by name.
             world: The ranks of the run.
             config: The settings that the manifest records.
-            check: How thoroughly replicated state is compared between ranks; see `assert_replicated`.
+            check: The method for comparing replicated state between ranks; see `assert_replicated`.
             background: Whether a thread writes the files while training continues.
             keep_last: The number of newest valid checkpoints to keep.
-            keep_best: The number of best checkpoints, by `metric`, to keep even if they are old; see `Retention`.
+            keep_best: The number of checkpoints with the best `metric` to keep, regardless of age; see `Retention`.
             metric: The name of the metric.
             mode: `"min"` if lower values of the metric are better, and `"max"` otherwise.
-            shared: Whether all ranks share `folder`. If not, only rank 0 accesses the folder.
+            shared: Whether all ranks share `folder`. If false, only rank 0 accesses `folder`.
 
         Raises:
-            ConfigError: If there are several ranks, a component is sharded, and `shared` is false.
+            ConfigError: If `shared` is false, a component is sharded, and there is more than one rank.
             ValueError: If a component's `shared` is `"per_node"` and the number of ranks differs between nodes.
         """
         require_group(world)
@@ -136,9 +136,9 @@ class Checkpointer:
             recover_all(self.folder)
 
     def save(self, step: int, metrics: Mapping[str, float | None] | None = None) -> None:
-        """Write a checkpoint for `step`. With `background`, copy the state, and write the copy in a thread.
+        """Write a checkpoint for `step`. With `background`, copy the state and write the copy in a thread.
 
-        The manifest records the metrics. NaN and infinite values are stored as None, which is treated as worse than any
+        The manifest records the metrics. NaN and infinite metrics are stored as None, which counts as worse than any
         number.
 
         Raises:
@@ -193,9 +193,9 @@ class Checkpointer:
         """Restore all components, except those in `exclude`, from the checkpoint in `folder`. Return its manifest.
 
         Raises:
-            CheckpointError: On all ranks, if a file is damaged, the checkpoint's components differ from the run's, or a
-                component cannot be restored on this number of ranks. These checks run before any state is restored,
-                except for errors in sharded tensors, and errors that `Reshardable.load_resharded` raises.
+            CheckpointError: On all ranks, if a file is damaged, the components do not match the run, or a component
+                does not support this number of ranks. The error is raised before any state is restored, unless it
+                concerns a sharded tensor or comes from `Reshardable.load_resharded`.
         """
         with phase("load"):
             manifest, restores = run_on_all_ranks(self.world, lambda: self._read(folder, exclude), CheckpointError)
@@ -257,7 +257,7 @@ class Checkpointer:
         return tree_unflatten(copied, structure)
 
     def _read(self, folder: Path, exclude: Sequence[str]) -> tuple[Manifest, list[Callable[[], object]]]:
-        """Verify the checkpoint and read this rank's states. Return the manifest and functions that restore them."""
+        """Verify the checkpoint and read this rank's states. Return the manifest and functions that restore states."""
         manifest = self._on_reading_rank(lambda: read_manifest(folder))
         known = {**self.components, **manifest.components}
         if unknown := set(exclude) - set(known):
@@ -279,17 +279,17 @@ class Checkpointer:
         return manifest, [self._restore(folder, manifest, name) for name in wanted]
 
     def _on_reading_rank(self, read: Callable[[], Found]) -> Found:
-        """Call `read` on this rank and return its result.
+        """Return the result of `read`.
 
-        If only rank 0 can access the folder, call `read` on rank 0 instead. In this case, the method is collective.
+        If only rank 0 can access the folder, rank 0 calls `read` for all ranks, and the method is collective.
         """
         return read() if self.shared else decide_on_rank_zero(self.world, read)
 
     def _restore(self, folder: Path, manifest: Manifest, name: str) -> Callable[[], object]:
         """Return a function that restores one component.
 
-        This method reads the component's files before any state is restored. Sharded tensors are read by the returned
-        function, because all ranks read them together.
+        The component's files are read immediately, before any state is restored. Only sharded tensors are read by the
+        returned function, because reading sharded tensors is collective.
         """
         component, stored = self.components[name], manifest.components[name]
         thing, alike = component.stateful, component.ranks_alike(self.world)
@@ -357,7 +357,7 @@ class _Writer:
             self.shards[name] = paths[self.world.rank :: self.world.size]
 
     def start(self) -> None:
-        """Call the method `run` in a thread."""
+        """Start a thread that calls `run`."""
         self._thread = threading.Thread(target=self.run, name="checkpoint", daemon=True)
         self._thread.start()
 
@@ -403,10 +403,10 @@ class _Writer:
         return StoredFile(path=where, rank=rank, nbytes=path.stat().st_size, sha256=sha256)
 
     def publish(self) -> None:
-        """Add the manifest and rename the folder after all ranks have finished writing. Collective.
+        """After all ranks have finished writing, add the manifest and rename the folder. Collective.
 
         Raises:
-            CheckpointError: On all ranks, if any rank failed. All files of the checkpoint are then removed.
+            CheckpointError: On all ranks, if any rank failed. After a failure, all files of the checkpoint are removed.
         """
         try:
             run_on_all_ranks(self.world, self._raise_error, CheckpointError)
@@ -480,7 +480,7 @@ def _version() -> str:
 
 
 def _copy(value: Any, memory: Any) -> Any:
-    """Copy a tensor to the CPU, into `memory` if its shape and dtype match. Return any other value unchanged."""
+    """Copy a tensor to the CPU. Reuse `memory` if its shape and dtype match. Return any other value unchanged."""
     if not isinstance(value, torch.Tensor):
         return value
     if isinstance(memory, torch.Tensor) and memory.shape == value.shape and memory.dtype == value.dtype:

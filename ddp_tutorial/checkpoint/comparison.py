@@ -1,4 +1,4 @@
-"""Compare two checkpoints. The command `python -m ddp_tutorial checkpoint diff` prints the result."""
+"""Compare two checkpoints. The command `python -m ddp_tutorial checkpoint diff` prints their differences."""
 
 from collections.abc import Callable
 from functools import partial
@@ -37,7 +37,7 @@ def compare(first: Path, second: Path) -> dict[str, str]:
 
 
 def _states(folder: Path, manifest: Manifest) -> dict[str, Callable[[], State]]:
-    """Return a function that reads each file, by the file's path, and each sharded component, by the component's name.
+    """Map each file path, or the name of each sharded component, to a function that reads the state.
 
     Shards are not compared file by file, because they depend on the number of ranks.
     """

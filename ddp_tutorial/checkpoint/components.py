@@ -36,7 +36,7 @@ class Reshardable(Protocol):
     def load_resharded(self, states: Sequence[State], step: int) -> None:
         """Restore this rank's state from the states that were saved at `step`, in rank order.
 
-        There is one state per rank or group of ranks.
+        `states` contains one state per rank or group of ranks.
         """
 
 
@@ -55,7 +55,7 @@ class LazyState(Protocol):
     """
 
     def empty(self, stored: Mapping[str, StoredTensor]) -> State:
-        """Return a dict of tensors, into which this rank's state is read, for the tensors that are `stored`."""
+        """Return the tensors into which this rank's part of the `stored` tensors is read."""
 
 
 @dataclass(frozen=True)
@@ -66,7 +66,7 @@ class Component:
         stateful: The object to save and restore. If the object is a model wrapped by `torch.compile`, the original
             model is stored.
         shared: The ranks that hold the same state; see `checkpointer` for the possible values.
-        span: The number of ranks in a group. The value is ignored unless `shared` is `"per_group"`.
+        span: The number of ranks in a group. `span` is ignored unless `shared` is `"per_group"`.
     """
 
     stateful: Stateful
@@ -74,7 +74,7 @@ class Component:
     span: int = 1
 
     def __post_init__(self) -> None:
-        """Unwrap a compiled model, so that checkpoints of compiled and uncompiled models contain the same names.
+        """Unwrap a compiled model, so that compiled and uncompiled models have the same parameter names.
 
         Raises:
             ValueError: If `shared` is unknown.
@@ -85,10 +85,10 @@ class Component:
             object.__setattr__(self, "stateful", uncompiled(self.stateful))
 
     def ranks_alike(self, world: World) -> int:
-        """Return the number of consecutive ranks with the same state. The first rank of each group writes the state.
+        """Return the number of consecutive ranks that hold the same state. The first of these ranks writes the state.
 
         Raises:
-            ValueError: If the world size is not a multiple of that number.
+            ValueError: If the world size is not a multiple of the group size.
         """
         spans = {
             "replicated": world.size,
@@ -104,7 +104,7 @@ class Component:
 
 
 def require_even_nodes(world: World, components: Mapping[str, Component]) -> None:
-    """Raise an error on all ranks if a component's `shared` is `"per_node"` and the node sizes differ. Collective.
+    """Raise an error on all ranks if a component is `"per_node"` and the nodes' sizes differ. Collective.
 
     Raises:
         ValueError: If a component's `shared` is `"per_node"` and the number of ranks differs between nodes.
@@ -153,7 +153,7 @@ class FunctionState:
 class RandomState:
     """The states of this rank's random number generators, as a `Stateful`.
 
-    The generators are those of Python, NumPy, torch on the CPU, and torch on this rank's GPU.
+    The state covers the generators of Python, NumPy, torch on the CPU, and torch on this rank's GPU.
     """
 
     def __init__(self, device: torch.device, reseed: Callable[[int], None] | None = None) -> None:
@@ -161,8 +161,8 @@ class RandomState:
 
         Args:
             device: The device of this rank. The CUDA generator is saved only if this device is a GPU.
-            reseed: A function that seeds the generators again. It is called with the checkpoint's step if the
-                checkpoint was saved on a different number of ranks.
+            reseed: A function that reseeds the generators. Loading a checkpoint from a different number of ranks calls
+                `reseed` with the checkpoint's step.
         """
         self.device, self.reseed = device, reseed
 
@@ -195,7 +195,7 @@ class RandomState:
             torch.cuda.set_rng_state(state["cuda"], self.device)
 
     def load_resharded(self, states: Sequence[State], step: int) -> None:
-        """Seed the generators again, because their states cannot be redistributed to a different number of ranks.
+        """Reseed the generators, because their states cannot be redistributed to a different number of ranks.
 
         Raises:
             CheckpointError: If there is no `reseed` function.

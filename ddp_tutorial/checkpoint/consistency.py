@@ -23,8 +23,8 @@ def assert_replicated(world: World, name: str, state: Any, span: int, check: Che
             hash of every tensor. `"full"` compares all bytes of every tensor, without relying on a hash.
 
     Raises:
-        CheckpointError: If the state differs between ranks, or if no rank's state contains values. Without values, the
-            check would always pass.
+        CheckpointError: If the state differs between ranks, or is empty on all ranks. An empty state would always pass
+            the check.
     """
     values = dict(named_leaves(name, state))
     mine = {name: summary(value, check) for name, value in values.items()}

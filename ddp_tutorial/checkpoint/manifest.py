@@ -113,15 +113,15 @@ def checkpoint_name(step: int) -> str:
 
 
 def step_of(checkpoint: Path) -> int:
-    """Return the step in the name of a checkpoint folder, which may be an old checkpoint that is being replaced."""
+    """Return the step from a checkpoint folder's name, such as `step_00000050` or `.step_00000050.old`."""
     return int(re.sub(r"\D", "", checkpoint.name))
 
 
 def list_checkpoints(parent: Path) -> list[Path]:
     """Return the checkpoints in `parent`, sorted by step.
 
-    A folder without a manifest is not a checkpoint. The function does not open any file. If a run was killed while
-    replacing a checkpoint, the old checkpoint is listed until the new checkpoint is in place.
+    Folders without a manifest are ignored. No files are opened. If a run was killed while it was replacing a
+    checkpoint, the old checkpoint is listed unless the new checkpoint is already in place.
     """
     folders = [path for path in (parent.iterdir() if parent.is_dir() else ()) if _has_manifest(path)]
     by_step = {
@@ -149,7 +149,7 @@ def recover_all(parent: Path) -> None:
 
 
 def latest(parent: Path) -> Path | None:
-    """Return the checkpoint with the highest step, or None if there is none. It may be damaged; see `verify`."""
+    """Return the checkpoint with the highest step, or None. The checkpoint may be damaged; see `verify`."""
     return next(reversed(list_checkpoints(parent)), None)
 
 
@@ -181,7 +181,7 @@ def _parsed(content: bytes, folder: Path) -> Manifest:
     """
     fields = json.loads(content)
     if not isinstance(fields, dict):
-        raise ValueError("its content is not a JSON object")  # noqa: TRY004, the content is wrong, not a type
+        raise ValueError("the content is not a JSON object")  # noqa: TRY004, the content is wrong, not a type
     version, seal = fields.get("schema_version"), fields.pop("sha256", None)
     if isinstance(version, int) and version > SCHEMA:
         raise CheckpointError(
@@ -189,19 +189,19 @@ def _parsed(content: bytes, folder: Path) -> Manifest:
             f"{SCHEMA}). Update ddp_tutorial to read it."
         )
     if seal != sha256_of_json(fields):
-        raise ValueError("its content does not match its checksum")
+        raise ValueError("the content does not match the checksum")
     try:
         manifest = Manifest.model_validate(fields)
     except ValidationError as error:
         first = error.errors()[0]
         raise ValueError(f"{'.'.join(map(str, first['loc']))}: {first['msg']}") from None
     if outside := [file.path for file in manifest.files if not _is_inside(folder, file.path)]:
-        raise ValueError(f"it lists {outside[0]!r}, which is outside the folder")
+        raise ValueError(f"the manifest lists {outside[0]!r}, which is outside the folder")
     return manifest
 
 
 def _is_inside(folder: Path, path: str) -> bool:
-    """Return whether `path` is inside `folder` on any operating system, even after symbolic links are resolved."""
+    """Return whether `path` stays inside `folder` on every operating system, after resolving symbolic links."""
     names = PureWindowsPath(path)  # splits at both kinds of slashes and recognizes drives
     if names.anchor or ".." in names.parts or "\0" in path:
         return False
@@ -209,7 +209,7 @@ def _is_inside(folder: Path, path: str) -> bool:
 
 
 def verify(folder: Path) -> list[str]:
-    """Return a list of a checkpoint's problems, one per damaged file. The list is empty if all files are intact."""
+    """Return a description of each damaged file in a checkpoint. The list is empty if all files are intact."""
     try:
         manifest = read_manifest(folder)
     except CheckpointError as error:
@@ -261,12 +261,12 @@ def sha256_of(path: Path) -> str:
 
 def sha256_of_json(content: Mapping[str, Any]) -> str:
     """Return the SHA-256 hash of `content` serialized as JSON. The order of the keys does not matter."""
-    stored = json.loads(json.dumps(content))  # as it is read from a file: the keys are strings, which sort differently
+    stored = json.loads(json.dumps(content))  # a file contains all keys as strings, which sort differently
     return hashlib.sha256(json.dumps(stored, sort_keys=True).encode()).hexdigest()
 
 
 def differences(before: Mapping[str, Any], now: Mapping[str, Any], prefix: str = "") -> dict[str, tuple[Any, Any]]:
-    """Return the dotted name of each setting that differs between two configs, and its values in `before` and `now`.
+    """Map the dotted name of each setting that differs between two configs to its values in `before` and `now`.
 
     The value of a missing setting is None.
     """
@@ -288,7 +288,7 @@ def checkpoints_to_remove(
 ) -> list[Path]:
     """Return the checkpoints to remove according to the retention settings; see `Checkpointer`.
 
-    `metrics` contains the metric of each checkpoint, in increasing order of step. None and NaN are worse than any
+    `metrics` contains the metric of each checkpoint, in increasing order of step. None and NaN count as worse than any
     number. The `excluded` checkpoints are always kept.
     """
     last = list(metrics)[-keep_last:]

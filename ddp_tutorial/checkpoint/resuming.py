@@ -66,7 +66,7 @@ class ResumePoint:
     """The checkpoint from which a run resumes.
 
     Attributes:
-        checkpoint: The folder of the checkpoint. None if the run starts from the beginning.
+        checkpoint: The folder of the checkpoint, or None if the run starts from the beginning.
         step: The step of the checkpoint.
         settings: The config of the run that saved the checkpoint.
         skipped: The problems found in newer checkpoints.
@@ -83,7 +83,7 @@ def find_resume_point(
 ) -> ResumePoint:
     """Find the checkpoint to resume from. Collective.
 
-    Rank 0 selects the checkpoint. The function only reads files, so rejecting a checkpoint has no side effects.
+    Rank 0 selects the checkpoint. No files are modified, so rejecting a checkpoint has no side effects.
 
     Args:
         world: The ranks of the run.
@@ -93,13 +93,13 @@ def find_resume_point(
         config: The settings of this run.
         allow: Names of settings that may differ from the checkpoint's settings. A name also covers the settings under
             it: "model" covers "model.width".
-        shared: Whether all ranks see the same folder. If not, rank 0 reads the checkpoint for all ranks.
+        shared: Whether all ranks see the same folder. If false, rank 0 reads the checkpoint for all ranks.
 
     Raises:
-        ConfigError: If the path contains no valid checkpoint, or if `run` contains only damaged checkpoints. Also
-            raised if settings that affect the computation have changed, or if a rank does not find the checkpoint. With
-            `shared=False`, only rank 0 needs to find the checkpoint. The error is then also raised if `resume` is
-            `"auto"` and a different rank finds a newer checkpoint of `run`.
+        ConfigError: If the path contains no valid checkpoint, or if `run` contains only damaged checkpoints. The error
+            is also raised if settings that affect the computation have changed. With `shared=True`, every rank must
+            find the checkpoint. With `shared=False` and `resume="auto"`, no rank may find a newer checkpoint of `run`
+            than rank 0.
     """
     if resume == "never":
         return ResumePoint()
@@ -112,9 +112,9 @@ def find_resume_point(
 
 
 def _require_newest(world: World, run: Path) -> None:
-    """Raise an error on all ranks if a rank's disk contains a newer checkpoint of `run` than rank 0's. Collective.
+    """Raise an error on all ranks if a rank's disk contains a newer checkpoint than rank 0's disk. Collective.
 
-    In that case, rank 0 previously ran on that rank's host. Resuming from rank 0's disk would repeat completed steps.
+    If rank 0 previously ran on a different host, resuming from its current disk would repeat completed steps.
 
     Raises:
         ConfigError: If a rank has a newer checkpoint than rank 0.
@@ -178,11 +178,7 @@ def _start(run: Path, resume: str, config: Mapping[str, Any], allow: Sequence[st
 def _require_same_settings(
     folder: Path, before: Mapping[str, Any], config: Mapping[str, Any], allow: Sequence[str]
 ) -> None:
-    """Raise an error if settings that affect the computation differ, unless `allow` covers them.
-
-    Raises:
-        ConfigError: If a setting that affects the computation differs, and `allow` does not cover it.
-    """
+    """Raise an error if settings that affect the computation differ, unless `allow` covers them."""
     changed = differences(before, config).items()
     differing = {key: values for key, values in changed if not _covers((*_FREE, *allow), key)}
     if differing:

@@ -28,7 +28,7 @@ class Retention:
     """
 
     def __init__(self, folder: Path, keep_last: int, keep_best: int, metric: str, mode: Mode) -> None:
-        """Store the arguments, which are those of `Checkpointer`.
+        """Store the arguments; see `Checkpointer`.
 
         Raises:
             ValueError: If `keep_last` is less than 1.
@@ -76,7 +76,7 @@ class Retention:
         renamed = []
         for path in checkpoints_to_remove(metrics, self.keep_last, self.keep_best, self.mode, excluded=[written]):
             aside = temporary_path(path)
-            try:  # rename all of them first, which is fast
+            try:  # rename all checkpoints before deleting any, because renaming is fast
                 rename(path, aside)
                 renamed.append(aside)
             except OSError as error:

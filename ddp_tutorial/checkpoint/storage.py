@@ -31,10 +31,10 @@ _SEQUENCES = {list, tuple, torch.Size}
 def to_plain(name: str, value: Any) -> Any:
     """Return a copy of `value` that can be loaded without executing code. The copy contains the same tensors.
 
-    Instances of subclasses of `int` and `float` are converted. For example, a schedule that calls NumPy sets a learning
-    rate of type `numpy.float64`.
+    Instances of subclasses are converted to `int` or `float`. For example, a schedule that uses NumPy produces learning
+    rates of type `numpy.float64`.
 
-    The conversion runs when the state is saved. Otherwise, an error would first appear when the checkpoint is loaded.
+    Unsupported values are rejected when the state is saved, not when the checkpoint is loaded.
 
     Raises:
         CheckpointError: If a value is not a tensor, a number, a string, bytes, None, or a container of these values.
@@ -77,8 +77,8 @@ def write_state(stem: Path, state: State) -> Path:
 def _without_aliases(state: State) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
     """Return the tensors without duplicates, and a dict that maps each alias of a tied weight to the first name.
 
-    safetensors rejects tensors that share memory, so the file contains each tensor once, and the aliases are stored in
-    the metadata.
+    `safetensors` rejects tensors that share memory, so the file contains each tensor once, and the metadata contains
+    the aliases.
     """
     first: dict[Any, str] = {}
     tensors, aliases = {}, {}
@@ -174,7 +174,7 @@ def load_shards(folder: Path, stateful: Stateful, world: World) -> None:
 def read_full(folder: Path) -> State:
     """Return the full tensors of the sharded component in `folder`.
 
-    The function is not collective. It reads all shards, regardless of the number of ranks that saved the component.
+    A single process reads the shards of all ranks, without collectives.
 
     Raises:
         CheckpointError: If torch cannot read the shards.

@@ -19,7 +19,7 @@ class StagesConfig(Config):
         (),
         strict=False,
         examples=[["blocks.2"]],
-        description="First module of each stage except stage 0; by default, `split` chooses them.",
+        description="First module of each stage except stage 0. By default, `split` determines the stages.",
     )
     split: Literal["parameters", "measured"] = Field(
         "parameters",

@@ -22,7 +22,7 @@ from ddp_tutorial.pipeline.schedules import FORWARD, Action, Table, dependencies
 
 
 class Transfer(NamedTuple):
-    """A message between two ranks of a pipeline. It contains an action's output, or the shape of the output."""
+    """A message between two ranks of a pipeline, which contains an action's output or the output's shape."""
 
     action: Action
     source: int

@@ -41,8 +41,8 @@ class RankCost:
     Attributes:
         parameters: The number of parameters.
         activations: The peak activation memory in bytes.
-        sent: The number of bytes sent to other ranks per step. The number includes activations, their gradients, and
-            the gradients of parameters that other pipelines or other stages share.
+        sent: The number of bytes sent to other ranks per step. These bytes include activations, gradients of
+            activations, and gradients of parameters that other pipelines or stages share.
     """
 
     parameters: int

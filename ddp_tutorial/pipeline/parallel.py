@@ -38,12 +38,12 @@ from ddp_tutorial.world import World, require_group
 def check_pipeline(model: nn.Module, config: PipelineConfig, world_size: int) -> list[Stage]:
     """Split the model into stages, and validate the config.
 
-    The function does not communicate, so it can be called before a launch.
+    No collectives are called, so this check can run before a launch.
 
     Raises:
-        ConfigError: If the model has fewer modules than stages, if `cuts` names an unknown module, or if the world size
-            is not a multiple of the number of ranks in a pipeline. Also raised if a trainable parameter belongs to no
-            stage, or if a layer synchronizes BatchNorm over ranks that run different stages.
+        ConfigError: If the model has fewer modules than stages, `cuts` names an unknown module, or the world size is
+            not a multiple of `config.ranks`. The error is also raised if a trainable parameter belongs to no stage, or
+            if a layer synchronizes BatchNorm over ranks that run different stages.
     """
     if world_size % config.ranks:
         raise ConfigError(
@@ -108,7 +108,7 @@ class Pipeline:
         precision: Precision | None = None,
         seed: int | None = None,
     ) -> None:
-        """Split the model, which must be the same on all ranks, into stages and broadcast rank 0's weights. Collective.
+        """Split the model into stages, and broadcast rank 0's weights. All ranks must pass the same model. Collective.
 
         With a `seed`, dropout depends only on the seed, the step, the stage, and the micro-batch; see `StageRunner`.
 
@@ -155,7 +155,7 @@ class Pipeline:
 
         The gradient is multiplied by the loss scale and stored in `.grad` of this rank's parameters. The micro-batches
         must be the same on all ranks of a pipeline. If there are k times as many micro-batches as the schedule
-        requires, the schedule runs k times, and the gradients are summed. The result is the same on every rank.
+        requires, the schedule runs k times, and the gradients are summed. The totals are the same on every rank.
 
         Raises:
             ValueError: On all ranks, if the number of micro-batches is not a multiple of the number that the schedule

@@ -1,7 +1,7 @@
 """Run one optimizer step of a pipeline. Each rank executes its part of the schedule with sends and receives.
 
-After a forward pass, a rank sends the activation to the rank of the next stage. After a backward pass, it sends the
-gradient of its input to the rank of the previous stage. The sends and receives are issued in batches
+After a forward pass, a rank sends the activation to the rank of the next stage. After a backward pass, the rank sends
+the gradient of its input to the rank of the previous stage. The sends and receives are issued in batches
 (`batch_isend_irecv`), in the order of `exchanges.slots_of`. In this order, a schedule that passes `schedules.check`
 cannot deadlock with gloo or NCCL. While a rank computes one action, it can receive the message for its next action.
 
@@ -11,11 +11,11 @@ ranks know the shape.
 
 In this project, pipelines have been run only with gloo. For NCCL, the order of the batches is tested in a simulation.
 
-A loss function is called as `loss(model, batch)`. It must call the model once, with inputs from the batch, and return a
-sum and a count. On the first stage, the loss function is called only to capture the model's inputs, and is aborted when
-it calls the model. On the last stage, it is called with a stand-in for the model that returns the output of the last
-stage. Other stages do not call the loss function. With a seed, both calls draw the same random numbers, for example to
-add noise to the inputs.
+A loss function is called as `loss(model, batch)`. The loss function must call the model once, with inputs from the
+batch, and return a sum and a count. On the first stage, the loss function is called only to capture the model's inputs,
+and is aborted when it calls the model. On the last stage, the loss function receives a stand-in for the model that
+returns the last stage's output. Other stages do not call the loss function. With a seed, both calls draw the same
+random numbers, for example to add noise to the inputs.
 """
 
 import time
@@ -89,9 +89,9 @@ class StageRunner:
             place: The position of this rank in `peers`.
             precision: The mixed-precision settings.
             seed: The seed for dropout and for random numbers in the loss function. With a seed, dropout depends only on
-                the seed, the step, the stage, and the micro-batch. Dropout is then the same for every schedule and
-                number of ranks, if the split into stages is the same. Without a seed, each rank uses its own random
-                number generators, so the loss function must not draw random numbers.
+                the seed, the step, the stage, and the micro-batch. With the same split into stages, dropout is the same
+                for every schedule and number of ranks. Without a seed, each rank uses its own random number generators,
+                so the loss function must not draw random numbers.
         """
         self.table, self.stages, self.loss, self.peers, self.place = table, stages, loss, peers, place
         self.precision, self.seed = precision or Precision(), seed
@@ -303,7 +303,7 @@ def _check_output(out: Any, stage: int) -> None:
 
 
 class _CapturedCall(BaseException):
-    """Raised by the stand-in for a model, to abort the loss function and capture the arguments of the model call.
+    """Raised by a stand-in model to abort the loss function and capture the arguments of the model call.
 
     The class does not derive from `Exception`, because a loss function might catch an `Exception`.
     """

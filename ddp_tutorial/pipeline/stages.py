@@ -45,9 +45,9 @@ class _Alias(torch.autograd.Function):
 
 
 def writable(x: torch.Tensor) -> torch.Tensor:
-    """Return an alias of `x` that a module may change in place, such as `nn.ReLU(inplace=True)`.
+    """Return an alias of `x` that an in-place module, such as `nn.ReLU(inplace=True)`, may modify.
 
-    PyTorch rejects an in-place change of a leaf that requires a gradient.
+    PyTorch does not allow in-place changes of a leaf tensor that requires a gradient.
     """
     alias: torch.Tensor = _Alias.apply(x)
     return alias
@@ -57,7 +57,7 @@ def chain_of(model: nn.Module) -> dict[str, nn.Module]:
     """Return the modules of a model, by name. Each module takes the output of the previous module.
 
     Raises:
-        ConfigError: If the model has no `chain` method, and is not an `nn.Sequential` or overrides `forward`.
+        ConfigError: If the model has no `chain` method and is not an `nn.Sequential` with the default `forward`.
     """
     if isinstance(model, nn.Sequential) and type(model).forward is nn.Sequential.forward:
         modules = model.named_modules(remove_duplicate=False)  # a module may occur several times

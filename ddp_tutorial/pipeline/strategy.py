@@ -2,7 +2,7 @@
 
 The data source distributes samples over all ranks, but the ranks of a pipeline need the same micro-batches. Therefore,
 each rank sends its micro-batches to the other ranks of its pipeline. A step runs the schedule `accumulation` times,
-each time with `pipeline.micro_batches` new micro-batches. Each rank in the pipeline reads an equal share of them.
+each time with `pipeline.micro_batches` new micro-batches. Every rank reads an equal share of the new micro-batches.
 
 Each rank stores only the weights, activations, gradients, and optimizer state of its own stages. To evaluate or export
 the full model, the ranks temporarily gather the missing weights; see `weights`.
@@ -31,7 +31,7 @@ from ddp_tutorial.zero.state import Groups, OptimizerState
 
 
 class PipelineStrategy:
-    """A strategy in which every rank updates its own stages.
+    """A strategy in which every rank updates only its own stages.
 
     Dropout masks depend only on `seed`, the index of the schedule execution, the stage, and the micro-batch.
     """

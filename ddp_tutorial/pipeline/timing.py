@@ -22,8 +22,8 @@ def measured_splits(
     """Return the names of the modules at which to split `model` so that the slowest stage is as fast as possible.
 
     The function measures a copy of the model, so the model's buffers and gradients do not change. The states of the
-    random number generators are restored. The model and the micro-batch `batch` must be on the device to measure. The
-    execution time of the loss function is added to the last module's execution time.
+    random number generators are restored. The model and the micro-batch `batch` must be on the measured device. The
+    last module's execution time includes the loss function.
     """
     return splits_of(module_seconds(model, loss, batch, precision), stages)
 
