@@ -70,7 +70,7 @@ def idle() -> None:
 
 
 def alternate(arms: Mapping[Name, Callable[[], Value]], repeats: int) -> dict[Name, list[Value]]:
-    """Call the arms in alternation, and return each arm's results, one per repeat.
+    """Call the arms alternately, and return each arm's results, one per repeat.
 
     The order of the arms is reversed after each round. The first round is a warm-up that is not recorded, because it
     opens files, allocates memory and rebuilds buckets.
@@ -109,8 +109,8 @@ def run_interleaved(
         turns: The number of recorded turns per arm.
 
     Returns:
-        The turns of each arm. A turn maps "step" to the seconds per step, measured until all ranks are done. It also
-        maps each part of the step to the seconds per step that this rank spent in that part.
+        The turns of each arm. A turn maps "step" to the seconds per step, measured until all ranks are done. A turn
+        also maps each part of the step to the seconds per step that this rank spent in that part.
     """
     return alternate({name: partial(_turn, world, arm, steps) for name, arm in arms.items()}, turns)
 

@@ -5,8 +5,8 @@ or widget state. Cell ids are derived from the cells' text, and execution counts
 a digest of the source. A test compares this digest with the source, so committed outputs always belong to the committed
 source. `make notebooks` uses the digest to skip notebooks whose source has not changed.
 
-Modules that are required only to execute notebooks are imported inside functions. Importing them takes 1.5 s, which
-would delay notebooks that import this module only to read their parameters (`execute.read_parameters`).
+Modules that are required only to execute notebooks are imported inside functions. Importing these modules takes 1.5 s,
+which would delay notebooks that only call `execute.read_parameters`.
 """
 
 import base64
@@ -49,7 +49,7 @@ def chapters() -> list[Chapter]:
     """Return all notebooks in the order of the README, which also groups them into parts.
 
     Notebooks that are not listed in the README are returned last, with an empty part name. Without a README, all
-    notebooks have an empty part name. The metadata of an installed package contains the README.
+    notebooks have an empty part name. For an installed package, the README is read from the package's metadata.
     """
     readme = NOTEBOOKS.parent / "README.md"
     if PROJECT == PACKAGE:
@@ -71,11 +71,11 @@ def _in_readme(text: str) -> Iterator[Chapter]:
 
 
 def refresh(paths: Sequence[Path] = (), *, everything: bool = False) -> None:
-    """Execute and save the notebooks whose outputs are not current.
+    """Execute and save the notebooks whose outputs are outdated.
 
     Args:
         paths: The notebooks. Defaults to all notebooks of the project.
-        everything: Whether to also execute notebooks with current outputs.
+        everything: Whether to also execute notebooks whose outputs are up to date.
 
     Raises:
         ConfigError: If no `paths` are passed and the project's notebooks are part of an installed package.
@@ -160,7 +160,7 @@ def execute(notebook: Any, folder: Path) -> None:
 
 
 def tidy(notebook: Any) -> None:
-    """Remove data that belongs to a single execution, such as timestamps, and store a digest of the source."""
+    """Remove data that is specific to one execution, such as timestamps, and store a digest of the source."""
     counted = 0
     taken: set[str] = set()
     for cell in notebook.cells:
@@ -196,7 +196,7 @@ def _static(output: Any) -> Any:
 
 
 def _smaller(png: str) -> str:
-    """Return an image without its alpha channel if the image is fully opaque. This reduces the size by one eighth."""
+    """Remove an image's alpha channel if the image is fully opaque, which reduces the size by one eighth."""
     from PIL import Image
 
     picture: Image.Image = Image.open(io.BytesIO(base64.b64decode(png)))

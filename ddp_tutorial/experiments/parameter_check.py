@@ -1,8 +1,8 @@
 """Execute the notebook cells that read and check parameters, in separate processes.
 
-A cell can change the environment or the working directory, set the number of torch threads, or exit. The process that
-plans a sweep therefore does not execute cells. Instead, it starts one process that imports the package once and forks
-for each point.
+A cell can change the environment or the working directory, set the number of torch threads, or exit. Therefore, the
+process that plans a sweep does not execute cells. Instead, a second process imports the package once and forks for each
+point.
 """
 
 import json
@@ -19,7 +19,7 @@ CELL_SECONDS = 60  # timeout for the two cells of one point
 
 
 def resolve(notebook: str, cells: Sequence[str], points: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Return, for each point, a dict that maps variable names to the configs that the notebook's cells create.
+    """Return one dict per point, which maps variable names to the configs that the notebook's cells create.
 
     Args:
         notebook: The notebook's name, for error messages.

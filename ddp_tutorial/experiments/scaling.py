@@ -24,7 +24,7 @@ NETWORKS = {
     "10 Gbit/s Ethernet": LinkModel(20e-6, 1.25e9),
     "100 Gbit/s, remote memory access": LinkModel(5e-6, 12.5e9),
     "400 Gbit/s, remote memory access": LinkModel(4e-6, 50e9),
-    "NVLink class": LinkModel(2e-6, 300e9),  # within one domain, of 8 to 72 GPUs
+    "NVLink class": LinkModel(2e-6, 300e9),  # within one NVLink domain of 8 to 72 GPUs
 }
 
 
@@ -61,7 +61,7 @@ class StepModel:
             raise ValueError(f"'overlap' must be between 0 and 1, and 'sharing' must be at least 1, got {self}")
 
     def compute(self, samples: float, ranks: int = 1) -> float:
-        """Return the computation time in seconds for `samples` samples on one of `ranks` ranks on this machine."""
+        """Return one rank's computation time in seconds for `samples` samples, with `ranks` ranks on this machine."""
         return (self.fixed + self.per_sample * samples) * (self.sharing if ranks > 1 else 1.0)
 
     def communication(self, ranks: int) -> float:
@@ -89,7 +89,7 @@ class StepModel:
     def weak_efficiency(self, batch: int, ranks: int) -> float:
         """Return the throughput for `batch` samples per rank, divided by one rank's throughput and the number of ranks.
 
-        This ratio equals the ratio of the step times, because the number of samples per rank is the same.
+        The efficiency equals one rank's step time divided by the step time on `ranks` ranks.
         """
         return self.seconds(batch) / self.seconds(batch * ranks, ranks)
 
@@ -131,7 +131,7 @@ def fit_step(
         trained: Tuple of the global batch size and the step time in seconds on two ranks with all-reduces.
         nbytes: The size of the gradients in bytes.
         buckets: The number of all-reduces per step.
-        trained_on: The simulated link of the `trained` measurement, or None for a real link. A slow link gives the
+        trained_on: The simulated link of the `trained` measurement, or None for a real link. A slow link yields the
             best estimate of the overlap.
 
     Raises:

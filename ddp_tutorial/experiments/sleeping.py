@@ -77,7 +77,7 @@ class SleepingModel(nn.Module):
 def sleeping_step(sleeper: Sleeper, batch: int, team: World, ddp: DDPConfig) -> Callable[[], None]:
     """Return a function that runs a training step on a global batch of `batch` samples. Collective.
 
-    The function returns when this rank has received the gradients averaged over all ranks in `team`.
+    Each call returns after this rank has received the averaged gradients of all ranks in `team`.
     """
     model = data_parallel(SleepingModel(sleeper), team, ddp)
 

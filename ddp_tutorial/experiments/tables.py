@@ -158,7 +158,8 @@ class Effect:
         low: The lower end of the interval.
         high: The upper end of the interval.
         confidence: The probability that such an interval contains the true value. With few values, the confidence is
-            below 0.95 even if the interval spans all pairs. For two groups of 3 values, for example, it is 0.90.
+            below 0.95 even if the interval spans all pairs. For two groups of 3 values, for example, the confidence is
+            0.90.
         is_ratio: Whether the effect is a ratio.
     """
 
@@ -182,12 +183,12 @@ class Effect:
 
 
 def effect_of(group: Group, baseline: Group) -> Effect:
-    """Estimate the ratio of a group's values to those of a baseline.
+    """Estimate the effect between a group and a baseline group.
 
     The ends of the interval are the k-th smallest and the k-th largest effect over all pairs. The confidence follows
-    from the distribution of Mann and Whitney (1947). k is the largest number with a confidence of at least 95 %, or 1
-    if there is no such number. The values must be independent. Turns of the same launch are not independent, so an
-    interval computed from turns is too narrow.
+    from the distribution of Mann and Whitney (1947). The rank k is the largest with a confidence of at least 95 %, or 1
+    if no such k exists. The values must be independent. Turns of the same launch are not independent, so an interval
+    computed from turns is too narrow.
 
     Args:
         group: A group with at least one value. A useful interval requires at least 3 values.

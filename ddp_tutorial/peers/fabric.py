@@ -1,4 +1,4 @@
-"""Train with Lightning Fabric, which sets up the model, optimizer and data loader for a loop that the user writes."""
+"""Train with Lightning Fabric, which sets up the model, optimizer and data loader for the user's loop."""
 
 from itertools import islice
 

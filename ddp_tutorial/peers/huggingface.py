@@ -28,7 +28,7 @@ class WithLoss(nn.Module):
 
 
 class Reporting(TrainerCallback):
-    """A callback that reports the mean loss that the Trainer logs."""
+    """A callback that reports the mean loss logged by the Trainer."""
 
     def __init__(self, work: Work) -> None:
         """Store `work`, to which the callback reports the loss."""

@@ -31,7 +31,7 @@ class Outcome:
 
     Attributes:
         weights: The final weights.
-        seconds: The mean step time in seconds. It includes the trainer's work between steps.
+        seconds: The mean step time in seconds, including the trainer's work between steps.
         losses: The loss that the trainer reports for each step, averaged over all ranks.
         seen: This rank's sample indices in each step. Only `resume_with` records these indices.
     """
@@ -58,8 +58,8 @@ def resume_with(world: World, names: Sequence[str], work: Work, after: int) -> d
     """Run each trainer with and without an interruption. Collective.
 
     Each trainer runs three times. The first run is not interrupted. The second run writes a checkpoint after step
-    `after` and is killed in the next step. The third run resumes from the checkpoint. Like a restarted script, it
-    starts with a new model and newly seeded random number generators. At least two ranks are required.
+    `after` and is killed in the next step. The third run resumes from the checkpoint. Like a restarted script, the
+    third run starts with a new model and newly seeded random number generators. At least two ranks are required.
 
     Returns:
         The outcomes of the first and the third run, by name. The third run's `seen` starts with step `after` + 1.
@@ -103,8 +103,8 @@ class _Numbered(Dataset[Batch]):
 def _train_watched(world: World, name: str, work: Work, killed_after: int | None = None) -> Outcome:
     """Train, and record the sample indices in each step. Raise `_KilledError` in the step after step `killed_after`.
 
-    Steps are counted by the optimizer, and only the last loss in a step is recorded, because this package also computes
-    losses before the first step, to check the loss function and to warm up DDP.
+    Only the last batch before each optimizer step is recorded. This package also computes losses before the first step,
+    to check the loss function and to warm up DDP.
     """
     steps, seen = 0, list[list[int]]()
 

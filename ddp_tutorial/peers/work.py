@@ -70,7 +70,7 @@ class Work:
     report: Callable[[float], object] = lambda loss: None
 
     def mean(self, model: Any, batch: Batch) -> Tensor:
-        """Return the mean loss over this rank's samples, as most scripts compute it."""
+        """Return the mean loss over this rank's samples, as in most training scripts."""
         total, count = self.loss(model, batch)
         return total / count
 
