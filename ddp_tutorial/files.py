@@ -1,8 +1,8 @@
 """Write files and folders atomically, and lock folders.
 
 A file or folder is written under a temporary name, flushed to disk, and then renamed atomically. `observe_disk`
-registers an observer that is called before each of these operations. The observer can simulate a failing disk or a
-crash at the worst moment.
+registers an observer that is called before each disk operation. The observer can simulate a failing disk or a crash at
+the worst moment.
 """
 
 import errno
@@ -32,8 +32,8 @@ LOG = logging.getLogger(__name__)
 def _find_runs() -> Path:
     """Return the folder that contains all runs.
 
-    If the working directory is read-only, the function prints a message and uses a folder in the home directory. In a
-    notebook kernel, it then also changes the working directory, because some cells write directly to `runs/...`.
+    If the working directory is read-only, print a message and use a folder in the home directory. A notebook kernel
+    then also changes its working directory, because some cells write directly to `runs/...`.
     """
     named = os.environ.get("DDP_TUTORIAL_RUNS")
     home = Path(os.environ.get("HOME", ""))  # without HOME, Path.home() may raise an error, as in a container
@@ -102,7 +102,7 @@ def final_name(path: Path) -> str:
 def write_atomically(path: Path, data: bytes, mode: int = 0o666) -> None:
     """Write `data` to `path` atomically. Even after a crash, the file contains either the old or the new content.
 
-    `mode` contains the permissions of the file, before the umask of the process is applied.
+    `mode` specifies the file's permissions before the umask is applied.
     """
     aside = temporary_path(path)
     try:
@@ -197,8 +197,8 @@ def sync(path: Path) -> None:
 def build_once(folder: Path, fill: Callable[[Path], object]) -> None:
     """Call `fill` to create `folder` if it does not exist. Several processes may call this function at the same time.
 
-    The first process to finish creates the folder for all processes. `fill` writes the files into the temporary folder
-    that is its argument.
+    The first process to finish creates the folder for all processes. `fill` receives a temporary folder, and must write
+    all files there.
     """
     if folder.exists():
         return
@@ -224,8 +224,8 @@ def replaced_path(path: Path) -> Path:
 def replace_directory(new: Path, path: Path) -> None:
     """Rename the complete folder `new` to `path`, and remove the old folder afterward.
 
-    The function renames two folders, and `path` does not exist between the renames. If the process is killed at that
-    moment, the old folder is at `replaced_path(path)`, and `recover(path)` restores it.
+    Two folders are renamed, and `path` does not exist between the renames. If the process is killed between the
+    renames, the old folder is at `replaced_path(path)`, and `recover(path)` restores it.
     """
     try:
         if path.exists():
@@ -258,7 +258,7 @@ def remove(path: Path) -> None:
 
 
 def remove_temporary(folder: Path, name: str) -> None:
-    """Remove temporary files for `folder/name` that remain after a process was killed. `name` may contain wildcards.
+    """Remove the temporary files of `folder/name` that a killed process left behind. `name` may contain wildcards.
 
     The caller must ensure that no other process writes to these files, for example by locking the folder.
     """
@@ -270,7 +270,7 @@ def new_directory(parent: Path, name: str, mode: int = 0o777) -> Path:
     """Create and return `parent/name`. If this name exists, use `name-2`, `name-3`, and so on.
 
     If two processes call this function at the same time, each process creates its own folder. `name` may contain
-    slashes. `mode` contains the permissions of the folder, before the umask of the process is applied.
+    slashes. `mode` specifies the folder's permissions before the umask is applied.
 
     Raises:
         FileExistsError: If `name` and `name-2` to `name-9999` all exist.
@@ -317,8 +317,8 @@ def locked(folder: Path) -> Iterator[None]:
       different machine, the owner is valid as long as its process touches the file every 5 seconds. Therefore, if a run
       is killed on one machine, a different machine can resume the run only after 15 seconds.
 
-    The second mechanism has limits. If processes on two machines lock the folder at the same instant, both may succeed.
-    An owner that is suspended for 15 seconds loses the lock.
+    The second mechanism has limits. If processes on two machines lock the folder at the same instant, both processes
+    may succeed. An owner that is suspended for 15 seconds loses the lock.
 
     Raises:
         FolderInUseError: If a different process has locked the folder.
@@ -344,8 +344,8 @@ def locked(folder: Path) -> Iterator[None]:
 def is_locked(folder: Path) -> bool:
     """Return whether a process has locked `folder`, without waiting for the lock.
 
-    The function briefly holds the kernel's lock, so a concurrent call to `locked` waits for a moment. The machines'
-    clocks must differ by less than a minute.
+    The function briefly holds the kernel's lock, so a concurrent call to `locked` waits for a moment. The clocks of the
+    machines must differ by less than a minute.
     """
     try:
         fd = os.open(folder / _LOCK, os.O_RDONLY)

@@ -47,9 +47,9 @@ class CountingLink:
 def average(world: World, link: Link, tensors: Sequence[torch.Tensor], name: str = "average") -> None:
     """Replace each tensor with its mean over all ranks, in place. Collective.
 
-    The function runs one all-reduce for each combination of dtype and device. Before the all-reduce, each rank divides
-    its tensors by the world size, as torch's averagers do. The results are bitwise identical on all ranks. The tensors
-    may have different shapes.
+    One all-reduce runs for each combination of dtype and device. Before the all-reduce, each rank divides its tensors
+    by the world size, as torch's averagers do. The results are bitwise identical on all ranks. The tensors may have
+    different shapes.
     """
     kinds: dict[object, list[torch.Tensor]] = {}
     for tensor in tensors:

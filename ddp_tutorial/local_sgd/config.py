@@ -34,7 +34,7 @@ def require_rounds(strategy: str, config: LocalConfig, steps: int | None) -> Non
 
     Raises:
         ValueError: If an option does not belong to `strategy`, or if the first round would not end within `steps`
-            steps. `steps=None` skips the latter check, because `num_epochs` has not been converted to steps yet.
+            steps. `steps=None` skips the second check, because `num_epochs` has not been converted to steps yet.
     """
     default = LocalConfig()
     for name in LocalConfig.model_fields:

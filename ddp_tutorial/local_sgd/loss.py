@@ -12,8 +12,8 @@ from ddp_tutorial.world import World
 class RoundLoss(StepLoss):
     """A `StepLoss` that, after the first call of `forward`, communicates only if `exchanges` is true.
 
-    Otherwise, the totals are this rank's own totals multiplied by the number of ranks. Stop flags are stored until the
-    next exchange.
+    If `exchanges` is false, the totals are this rank's own totals multiplied by the number of ranks. Stop flags are
+    stored until the next exchange.
 
     Attributes:
         exchanges: Whether the ranks sum their totals and stop flags in this step.

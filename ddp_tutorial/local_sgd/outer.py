@@ -20,7 +20,7 @@ class OuterNesterov:
     """SGD with Nesterov momentum on the outer gradient of a round.
 
     All ranks compute the same step from the same mean, so the step requires no communication. The state consists of the
-    velocity and the weights at the beginning of the round. Together, they require 8 bytes per float32 parameter.
+    velocity and the weights at the beginning of the round. The state requires 8 bytes per float32 parameter.
     """
 
     def __init__(self, named: Sequence[tuple[str, nn.Parameter]], learning_rate: float, momentum: float) -> None:

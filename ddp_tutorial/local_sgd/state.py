@@ -1,7 +1,7 @@
 """Save the state of ranks whose weights differ within a round.
 
-A checkpoint contains the averaged weights, which `load`, `sample`, and `export` use. It also contains each rank's own
-weights, so that a resumed run is bitwise identical to an uninterrupted run.
+A checkpoint contains the averaged weights, which `load`, `sample`, and `export` use. The checkpoint also contains each
+rank's own weights, so that a resumed run is bitwise identical to an uninterrupted run.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -22,7 +22,7 @@ class AveragedModelState:
     """The averaged weights, which are the same on all ranks."""
 
     def __init__(self, module: nn.Module, whole: Callable[[], AbstractContextManager[nn.Module]]) -> None:
-        """Store the model, which contains the averaged weights within the context manager that `whole` returns."""
+        """Store the model. Within the context manager that `whole` returns, the model contains the averaged weights."""
         self.module, self.full_parameters = module, whole
 
     def state_dict(self) -> State:
@@ -100,7 +100,7 @@ class LocalOptimizerState:
         self.optimizer.load_state_dict(state)
 
     def load_resharded(self, states: Sequence[State], step: int) -> None:
-        """Restore each state tensor, such as momentum or Adam's moving averages, as its mean over the saved ranks.
+        """Set each state tensor, such as momentum or Adam's moving averages, to its mean over the saved ranks.
 
         Scalars, such as the step, are taken from the first rank.
         """

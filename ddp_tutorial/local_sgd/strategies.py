@@ -3,16 +3,15 @@
 Within a round, the ranks' weights differ. Evaluation and export use the mean of the ranks' weights. At the end of a
 round, every rank holds this mean or, with DiLoCo, the outer parameters. Within a round, the mean is computed on demand.
 The weights are all-reduced, and each rank restores its own weights afterward. Therefore, evaluating and saving do not
-affect training. The last round of a run may be shorter. In that case, the run's final model is this mean, and DiLoCo
-takes no outer step.
+affect training. If a run ends within a round, the final model is the mean of the ranks' weights, and DiLoCo takes no
+outer step.
 
 Any optimizer can be the inner optimizer. Each rank keeps its own optimizer state, which is never averaged.
 
 Within a round, the ranks do not communicate at all, so the latency of the link does not matter. Each rank trains on its
 own mean loss, which is also the loss that it logs. In the last step of a round, the ranks exchange the loss totals and
-the stop flags during the backward pass. A rank with a non-finite gradient reports it when the ranks average their
-weights, and then all ranks raise the same error. With float16, the ranks must agree on the loss scale, so they
-communicate in every step.
+the stop flags during the backward pass. If a gradient is not finite, all ranks raise the same error when they average
+their weights. With float16, the ranks must agree on the loss scale, so they communicate in every step.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -63,7 +62,7 @@ class LocalSGD:
         accumulation: int = 1,
         precision: Precision | None = None,
     ) -> None:
-        """Broadcast rank 0's weights. `link` all-reduces the weights of each round. Collective."""
+        """Broadcast rank 0's weights. `link` all-reduces the weights at the end of each round. Collective."""
         self.module, self.world, self.micro_batches_per_rank = model, world, accumulation
         self.rounds = Rounds(config.round, config.begin)
         self.link = self.counted = CountingLink(link, world)
@@ -98,7 +97,7 @@ class LocalSGD:
         Collective in the first call, in the last step of a round, and, with float16, in every step.
 
         Returns:
-            The totals of all ranks in the last step of a round or with float16, and otherwise this rank's totals
+            With float16 or in the last step of a round, the totals of all ranks; otherwise, this rank's totals
             multiplied by the number of ranks.
         """
         self.loss.is_local = True
@@ -108,8 +107,8 @@ class LocalSGD:
     def norm(self, gradients: Sequence[torch.Tensor]) -> torch.Tensor:
         """Return the norm of this rank's own gradient, for clipping.
 
-        A non-finite gradient and its norm are replaced with zeros, and all ranks raise an error when they average their
-        weights.
+        A non-finite gradient and its norm are replaced with zeros. All ranks raise an error when they next average
+        their weights.
         """
         own = get_total_norm(gradients)
         if self.exchanges_each_step or own.isfinite():
