@@ -1,4 +1,4 @@
-"""Save and load the state of a run exactly, on any number of ranks.
+"""Save and load the exact state of a run, on any number of ranks.
 
     checkpointer = Checkpointer(folder, {"model": Component(model), "rng": Component(rng, "per_rank")}, world)
     checkpointer.save(step)
@@ -18,7 +18,7 @@ same state, and therefore which ranks write the state:
 All ranks write to the same folder. If the hosts do not share a disk, pass `shared=False` to `Checkpointer`. With
 `shared=False`, rank 0 reads and writes the files of all ranks, and states are sent over the network.
 
-All ranks synchronize at every stage of saving and loading. If one rank fails, all ranks raise an error, and the earlier
+All ranks synchronize at every stage of saving and loading. If one rank fails, all ranks raise an error, and earlier
 checkpoints stay intact. Files are compared with the manifest before any state is restored. Only tensors and plain
 values are read, so loading a checkpoint never executes code from it.
 """
@@ -80,7 +80,7 @@ Components = dict[tuple[str, int], State]  # by component name and rank
 
 
 class Checkpointer:
-    """A checkpointer that saves and loads the components of one run. All methods except `close` are collective."""
+    """An object that saves and loads the components of one run. All methods except `close` are collective."""
 
     def __init__(
         self,
@@ -288,8 +288,8 @@ class Checkpointer:
     def _restore(self, folder: Path, manifest: Manifest, name: str) -> Callable[[], object]:
         """Return a function that restores one component.
 
-        The component's files are read immediately, before any state is restored. Only sharded tensors are read by the
-        returned function, because reading sharded tensors is collective.
+        The component's files are read immediately, before any state is restored. The returned function reads sharded
+        tensors itself, because that read is collective.
         """
         component, stored = self.components[name], manifest.components[name]
         thing, alike = component.stateful, component.ranks_alike(self.world)
@@ -326,7 +326,7 @@ class Checkpointer:
 class _Writer:
     """A writer for one checkpoint. Each rank writes its files into a temporary folder, which `publish` renames.
 
-    The method `run` may execute in a thread, so it does not call collectives. `write_sharded` and `publish` call
+    The method `run` may be called in a thread, so it does not call collectives. `write_sharded` and `publish` call
     collectives in the main thread.
     """
 
@@ -430,7 +430,7 @@ class _Writer:
             raise self.error
 
     def _require_files(self, files_of_ranks: list[dict[str, list[StoredFile]]]) -> None:
-        """Raise an error unless this rank sees all files that the ranks have written.
+        """Raise an error unless this rank sees the files of all ranks.
 
         Raises:
             CheckpointError: If a file is missing or has a different size.

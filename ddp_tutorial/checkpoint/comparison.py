@@ -1,4 +1,4 @@
-"""Compare two checkpoints. The command `python -m ddp_tutorial checkpoint diff` prints their differences."""
+"""Compare two checkpoints. The command `python -m ddp_tutorial checkpoint diff` prints the differences."""
 
 from collections.abc import Callable
 from functools import partial

@@ -49,13 +49,10 @@ class StoredTensor(NamedTuple):
 
 @runtime_checkable
 class LazyState(Protocol):
-    """A sharded `Stateful` whose `state_dict` does not contain the tensors yet.
-
-    An example is an optimizer before its first step.
-    """
+    """A sharded `Stateful` whose `state_dict` contains no tensors yet, such as an optimizer before its first step."""
 
     def empty(self, stored: Mapping[str, StoredTensor]) -> State:
-        """Return the tensors into which this rank's part of the `stored` tensors is read."""
+        """Return tensors to be filled with this rank's part of the `stored` tensors."""
 
 
 @dataclass(frozen=True)
@@ -77,7 +74,7 @@ class Component:
         """Unwrap a compiled model, so that compiled and uncompiled models have the same parameter names.
 
         Raises:
-            ValueError: If `shared` is unknown.
+            ValueError: If `shared` is not a known value.
         """
         if self.shared not in get_args(Shared):
             raise ValueError(f"shared must be one of {', '.join(get_args(Shared))}, got {self.shared!r}")

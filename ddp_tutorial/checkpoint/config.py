@@ -15,7 +15,7 @@ class CheckpointConfig(Config):
 
     every: Interval = Field(
         0,
-        description="Steps between checkpoints, `epoch`, or `N epochs`. The last step is always saved. 0 saves none.",
+        description="Steps between checkpoints, `epoch`, or `N epochs`; the last step is also saved. 0 saves none.",
     )
     keep_last: int = Field(2, ge=1, description="Number of checkpoints to keep.")
     check: Check = Field(

@@ -260,7 +260,7 @@ def sha256_of(path: Path) -> str:
 
 
 def sha256_of_json(content: Mapping[str, Any]) -> str:
-    """Return the SHA-256 hash of `content` serialized as JSON. The order of the keys does not matter."""
+    """Return the SHA-256 hash of `content` serialized as JSON. The order of the keys does not affect the hash."""
     stored = json.loads(json.dumps(content))  # a file contains all keys as strings, which sort differently
     return hashlib.sha256(json.dumps(stored, sort_keys=True).encode()).hexdigest()
 

@@ -22,7 +22,7 @@ from ddp_tutorial.checkpoint.manifest import CheckpointError, read_manifest, sha
 from ddp_tutorial.files import notify_observers, sync
 from ddp_tutorial.world import World
 
-# Types that torch reads with `weights_only=True`. It does not read their subclasses, such as a namedtuple.
+# Types that torch reads with `weights_only=True`. Subclasses, such as a namedtuple, are not read.
 _PLAIN = {bool, int, float, str, bytes, type(None)}
 _MAPPINGS = {dict, OrderedDict, Counter}
 _SEQUENCES = {list, tuple, torch.Size}
@@ -31,8 +31,8 @@ _SEQUENCES = {list, tuple, torch.Size}
 def to_plain(name: str, value: Any) -> Any:
     """Return a copy of `value` that can be loaded without executing code. The copy contains the same tensors.
 
-    Instances of subclasses are converted to `int` or `float`. For example, a schedule that uses NumPy produces learning
-    rates of type `numpy.float64`.
+    Instances of subclasses of `int` and `float` are converted to the base class. For example, a schedule that uses
+    NumPy produces a learning rate of type `numpy.float64`.
 
     Unsupported values are rejected when the state is saved, not when the checkpoint is loaded.
 
@@ -75,7 +75,7 @@ def write_state(stem: Path, state: State) -> Path:
 
 
 def _without_aliases(state: State) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
-    """Return the tensors without duplicates, and a dict that maps each alias of a tied weight to the first name.
+    """Return the tensors without duplicates, and a dict that maps each alias of a tied weight to its first name.
 
     `safetensors` rejects tensors that share memory, so the file contains each tensor once, and the metadata contains
     the aliases.

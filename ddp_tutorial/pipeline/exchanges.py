@@ -2,8 +2,7 @@
 
 With NCCL, the operations of a batch (`batch_isend_irecv`) start together, and the rank's next batch starts only after
 all of these operations have finished. Messages between two ranks do not have tags, but are matched in the order in
-which they are issued. If ranks send as soon as possible and receive when they need a message, they can wait for each
-other forever.
+which they are issued. If ranks send as soon as possible and receive only on demand, they can deadlock.
 
 Therefore, every message is assigned to a slot with the same number on the sender and the receiver. The slots are time
 steps of a simulation in which each action and each message takes one step. A rank issues the messages of slot t as one
@@ -58,7 +57,7 @@ def slots_of(table: Table, *, with_shapes: bool = False) -> list[list[Slot]]:
             for slot, message in enumerate(messages, ends[need]):
                 transfers[message.source][slot].append(message)
                 transfers[target][slot].append(message)
-    # Messages between two ranks are matched in the order in which they are issued, so both ranks sort them.
+    # Messages between two ranks are matched in the order in which they are issued, so both ranks sort their messages.
     return [
         [Slot(sorted(batch), own.get(number)) for number, batch in enumerate(batches)]
         for batches, own in zip(transfers, actions, strict=True)

@@ -38,7 +38,7 @@ from ddp_tutorial.world import World, require_group
 def check_pipeline(model: nn.Module, config: PipelineConfig, world_size: int) -> list[Stage]:
     """Split the model into stages, and validate the config.
 
-    No collectives are called, so this check can run before a launch.
+    `check_pipeline` calls no collectives, so you can use it before a launch.
 
     Raises:
         ConfigError: If the model has fewer modules than stages, `cuts` names an unknown module, or the world size is
@@ -121,8 +121,8 @@ class Pipeline:
         sync_initial_state(model, world)
         self.world, self.config = world, config
         mesh = Mesh(world.size // config.ranks, config.ranks)
-        self.mesh = mesh.rows  # [pipelines, ranks of each]
-        self.number, self.place = mesh.row_and_column(world.rank)  # the index of this pipeline, and of this rank in it
+        self.mesh = mesh.rows  # [pipelines, ranks per pipeline]
+        self.number, self.place = mesh.row_and_column(world.rank)  # the indices of this pipeline and this rank
         self.stages = {s: stage for s, stage in enumerate(stages) if s % config.ranks == self.place}
         for stage in self.stages.values():
             stage.to(world.device)

@@ -2,8 +2,8 @@
 
 After a forward pass, a rank sends the activation to the rank of the next stage. After a backward pass, the rank sends
 the gradient of its input to the rank of the previous stage. The sends and receives are issued in batches
-(`batch_isend_irecv`), in the order of `exchanges.slots_of`. In this order, a schedule that passes `schedules.check`
-cannot deadlock with gloo or NCCL. While a rank computes one action, it can receive the message for its next action.
+(`batch_isend_irecv`), in the order of `exchanges.slots_of`. Therefore, a schedule that passes `schedules.check` cannot
+deadlock with gloo or NCCL. While a rank computes one action, it can receive the message for its next action.
 
 The shape of a message depends only on the micro-batch, which is the same on all ranks of a pipeline. If a step contains
 a micro-batch with a new shape or dtype, a header with the shape is sent before each activation. After that step, all
@@ -13,9 +13,9 @@ In this project, pipelines have been run only with gloo. For NCCL, the order of 
 
 A loss function is called as `loss(model, batch)`. The loss function must call the model once, with inputs from the
 batch, and return a sum and a count. On the first stage, the loss function is called only to capture the model's inputs,
-and is aborted when it calls the model. On the last stage, the loss function receives a stand-in for the model that
-returns the last stage's output. Other stages do not call the loss function. With a seed, both calls draw the same
-random numbers, for example to add noise to the inputs.
+and is aborted when it calls the model. On the last stage, the loss function receives a stand-in model that returns the
+last stage's output. Other stages do not call the loss function. With a seed, the calls on the first and last stages
+draw the same random numbers, for example to add noise to the inputs.
 """
 
 import time
@@ -204,7 +204,7 @@ class StageRunner:
             for transfer in transfers
         ]
         works = dist.batch_isend_irecv(operations)
-        if len(works) < len(operations):  # NCCL returns one handle for the batch, gloo one for each operation
+        if len(works) < len(operations):  # NCCL returns one handle per batch, gloo one per operation
             works *= len(operations)
         for transfer, operation, work in zip(transfers, operations, works, strict=True):
             if transfer.source == self.place:
@@ -237,7 +237,7 @@ class StageRunner:
         return dist.P2POp(dist.irecv, tensor, self.peers[transfer.source], tag=self._tag(transfer))
 
     def _like(self, step: _Step, transfer: Transfer) -> Like:
-        """Return the shape and the dtype of a message, from its header if there is one."""
+        """Return a message's shape and dtype. If the message has a header, read them from the header."""
         kind, stage, m = transfer.action
         if kind == BACKWARD:
             out = step.live[stage - 1, m][1]

@@ -123,8 +123,8 @@ def table_of(config: PipelineConfig) -> Table:
 def dependencies(action: Action, stages: int) -> Action | None:
     """Return the action that must be completed before `action`, or None for a forward pass on the first stage.
 
-    The backward pass of the last stage depends on its own forward pass. All other dependencies are on a different
-    stage.
+    The backward pass of the last stage depends on the same stage's forward pass. All other dependencies are on a
+    different stage.
     """
     kind, stage, m = action
     if kind == FORWARD:
@@ -249,7 +249,7 @@ def _describe_deadlock(plan: Sequence[Sequence[Timed]], table: Table, stages: in
 
 # ----------------------------------------------------------------------------------------------- blocking sends
 
-Message = tuple[Action, int]  # the action that produced it, and the receiving rank
+Message = tuple[Action, int]  # the action that produces the message, and the receiving rank
 Semantics = Literal["buffered", "batched", "blocking"]
 
 

@@ -110,7 +110,7 @@ def even_splits(model: nn.Module, stages: int) -> list[str]:
 
 
 def splits_of(costs: Mapping[str, float], stages: int) -> list[str]:
-    """Return the names of the modules at which to split a chain, given each module's cost, in chain order.
+    """Return the names of the modules at which to split a chain, given the modules' costs in chain order.
 
     Raises:
         ConfigError: If there are more stages than modules.

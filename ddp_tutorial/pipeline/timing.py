@@ -46,7 +46,7 @@ class _TimedChain(nn.Module):
         super().__init__()
         self.chain, self.device = chain_of(model), device
         self.seconds: dict[str, float] = {}
-        self.calls: list[tuple[str, torch.Tensor, torch.Tensor]] = []  # module, output, detached input of the next one
+        self.calls: list[tuple[str, torch.Tensor, torch.Tensor]] = []  # module, output, next module's detached input
 
     def measure(self, loss: Loss, batch: Any, precision: Precision) -> dict[str, float]:
         """Return a dict from module name to the duration in seconds of one forward and backward pass."""
@@ -64,7 +64,7 @@ class _TimedChain(nn.Module):
     def forward(self, *inputs: Any, **named: Any) -> Any:
         """Call the modules. The loss calls this method once.
 
-        The last module is not timed here. `measure` derives that module's time from the duration of the loss call.
+        The last module is not timed here. `measure` derives the last module's time from the duration of the loss call.
         """
         (first, module), *others = self.chain.items()
         if not others:

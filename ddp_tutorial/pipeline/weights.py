@@ -64,7 +64,7 @@ class StageWeights:
 
     @torch.no_grad()
     def _gather(self, names: Iterable[str]) -> None:
-        """Broadcast each named tensor from the first rank of the pipeline that stores it. Collective.
+        """Broadcast each named tensor from the pipeline's first rank that stores the tensor. Collective.
 
         All ranks of the pipeline must pass the same names.
         """
@@ -115,7 +115,7 @@ class StageWeights:
 class StageWeightsState:
     """A checkpoint component that contains a pipeline's weights.
 
-    Each tensor is written once. In the first pipeline, the first rank that stores the tensor writes it. All ranks that
+    Each tensor is written once. In the first pipeline, the first rank that stores a tensor writes it. All ranks that
     store the tensor read it.
     """
 
@@ -133,7 +133,7 @@ class StageWeightsState:
         return {name: tensor.detach() for name, tensor in self._own().items() if name in self.written}
 
     def empty(self, stored: Any) -> dict[str, torch.Tensor]:
-        """Return this rank's own tensors, into which a checkpoint is read in place."""
+        """Return this rank's own tensors, to be filled in place from a checkpoint."""
         return {name: tensor.detach() for name, tensor in self._own().items()}
 
     def load_state_dict(self, state: Any) -> None:
