@@ -283,7 +283,7 @@ def test_a_mistake_in_the_grid_is_reported_in_one_line(notebook: Path, settings:
         ("a.yaml", "how: [well]", "must contain a list of points, such as [{steps: 10}, {steps: 20}]"),
         ("a.json", "[]", "must contain a list of points"),
         ("a.json", "[3]", "must contain a list of points"),
-        ("a.yaml", "[{2: 1}]", "a parameter must have a name such as ddp.variant, got 2"),
+        ("a.yaml", "[{2: 1}]", "parameter names must be identifiers or dotted names such as ddp.variant, got 2"),
         ("a.yaml", "[{how: a}, {how: b, number: 2}]", "got how, number for point 2"),
         ("a.yaml", "[{how: a}, {how: a}]", 'the point {"how": "a"} occurs twice; to repeat a point, use --repeats'),
         ("a.yaml", "[{how: 2024-01-01}]", "YAML reads 2024-01-01 as a date"),
@@ -337,7 +337,7 @@ def test_notebooks_that_cannot_be_swept_are_rejected(workdir: Path) -> None:
         (Path("gone.ipynb"), "there is no notebook 'gone.ipynb'"),
         (Path("text.ipynb"), "text.ipynb is not a notebook"),
         (nameless, "nameless.ipynb must have a parameter 'name'"),
-        (untagged, "untagged.ipynb must have one cell tagged 'parameters', got 0"),
+        (untagged, "untagged.ipynb must contain exactly one cell tagged 'parameters', got 0"),
         (
             magic,
             "magic.ipynb: the cell tagged 'parameters' must contain only Python code, got invalid syntax in line 1",

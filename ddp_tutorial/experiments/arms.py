@@ -6,8 +6,8 @@
 
     turns = launch(compare, 2, config)[0]     # name -> a list of turns, each {"step": s, "data": s, "compute": s, ...}
 
-The variants (arms) take turns, so that background load on the machine affects all of them equally. Each step is
-identical to the trainer's step, but without logging, evaluation or checkpoints.
+The variants (arms) take turns, so that background load on the machine affects all of them equally. Each step is the
+trainer's step without logging, evaluation or checkpoints.
 """
 
 import statistics
@@ -136,7 +136,7 @@ def _meet(world: World) -> None:
 
 
 def medians(turns: Mapping[Name, Sequence[Turn]]) -> dict[Name, Turn]:
-    """Return, for each arm, the median time of each part of a step.
+    """Return each arm's median time for each part of a step.
 
     The sum of the parts' medians only approximately equals the median step time.
     """

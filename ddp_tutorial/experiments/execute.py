@@ -202,7 +202,7 @@ def execute(
 
 @contextmanager
 def _ended(process: subprocess.Popen[bytes], folder: Path) -> Iterator[None]:
-    """Interrupt papermill at the end of the block if it is still running, then kill all processes that it started."""
+    """At the end of the block, interrupt papermill if it is still running, and then kill all of its processes."""
     try:
         yield
     finally:
@@ -248,7 +248,7 @@ class _Follower:
             bar.close()
 
     def look(self) -> None:
-        """Update the bars from the lines written since the last call."""
+        """Update the bars with the log lines written since the last call."""
         from tqdm import tqdm
 
         for log in sorted(set(self.folder.glob("*/metrics.jsonl")) - self.earlier):

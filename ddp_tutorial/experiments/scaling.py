@@ -154,7 +154,7 @@ def fit_step(
 
 
 def _overlap(model: StepModel, samples: float, seconds: float) -> float:
-    """Return the overlapped fraction of the overlappable communication in a step of `seconds` seconds on two ranks."""
+    """Return the fraction of the overlappable communication that overlaps, given the step time on two ranks."""
     computing, sending = model.compute(samples, 2), model.communication(2)
     hideable = min(sending, BACKWARD * computing)
     hidden = sending - (seconds - computing)

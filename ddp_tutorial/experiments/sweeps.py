@@ -132,7 +132,9 @@ def read_points(path: Path) -> list[dict[str, Any]]:
         )
     names = list(points[0])
     if wrong := [name for name in names if not _is_name(name)]:
-        raise ConfigError(f"{setting!r}: a parameter must have a name such as ddp.variant, got {wrong[0]!r}")
+        raise ConfigError(
+            f"{setting!r}: parameter names must be identifiers or dotted names such as ddp.variant, got {wrong[0]!r}"
+        )
     for number, point in enumerate(points, 1):
         if point.keys() != points[0].keys():
             raise ConfigError(
@@ -173,14 +175,14 @@ def _as_json(setting: str, value: Any) -> str:
         return json.dumps(value, sort_keys=True, allow_nan=False)
     except (TypeError, ValueError):
         raise ConfigError(
-            f"{setting!r}: values must be strings, finite numbers, or lists and mappings of these, got {value}"
+            f"{setting!r}: values must be strings, finite numbers, or lists and mappings of such values, got {value}"
         ) from None
 
 
 def expand_grid(
     grid: Grid, repeats: int, points: Sequence[Mapping[str, Any]] = ({},)
 ) -> list[tuple[dict[str, Any], int]]:
-    """Return all combinations with repeat number 1, in the given order, then all with repeat number 2, and so on.
+    """Return all combinations with repeat number 1, in the given order, then with repeat number 2, and so on.
 
     Each element of `points` is combined with every combination of the values in `grid`.
     """
@@ -280,7 +282,7 @@ def parameters_in(notebook: Any, name: str) -> Parameters:
     code = [cell for cell in notebook.cells if cell.cell_type == "code"]
     places = [place for place, cell in enumerate(code) if "parameters" in cell.metadata.get("tags", [])]
     if len(places) != 1:
-        raise ConfigError(f"{name} must have one cell tagged 'parameters', got {len(places)}")
+        raise ConfigError(f"{name} must contain exactly one cell tagged 'parameters', got {len(places)}")
     after = code[places[0] + 1].source if places[0] + 1 < len(code) else ""
     parameters = Parameters(name, code[places[0]].source, after if "read_parameters(" in after else "")
     try:
@@ -553,7 +555,7 @@ def _outcome_of(folder: Path, notebook: str, code: int | None, timeout: float) -
 
 
 def _failed_cell(executed: Path) -> tuple[str | None, str | None]:
-    """Return the number, first line and error of the cell that was started last in the executed notebook."""
+    """Return the number, first line and error of the last cell that was started in the executed notebook."""
     try:
         cells = [cell for cell in nbformat.read(executed, as_version=4).cells if cell.cell_type == "code"]
     except Exception:  # the file is missing, or incomplete

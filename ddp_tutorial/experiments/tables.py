@@ -60,7 +60,7 @@ def read_table(path: str | Path) -> list[dict[str, Any]]:
     except (OSError, ArrowException) as error:
         raise ConfigError(f"{str(path)!r} is not a sweep table: {str(error).partition(chr(10))[0]}") from None
     if not rows or not rows[0].keys() >= FIXED:
-        raise ConfigError(f"{str(path)!r} is not a sweep table: its rows must have the keys {sorted(FIXED)}")
+        raise ConfigError(f"{str(path)!r} is not a sweep table, which must contain the columns {sorted(FIXED)}")
     return rows
 
 
@@ -183,12 +183,12 @@ class Effect:
 
 
 def effect_of(group: Group, baseline: Group) -> Effect:
-    """Estimate the effect between a group and a baseline group.
+    """Estimate the effect of a group relative to a baseline group.
 
-    The ends of the interval are the k-th smallest and the k-th largest effect over all pairs. The confidence follows
-    from the distribution of Mann and Whitney (1947). The rank k is the largest with a confidence of at least 95 %, or 1
-    if no such k exists. The values must be independent. Turns of the same launch are not independent, so an interval
-    computed from turns is too narrow.
+    The ends of the interval are the k-th smallest and the k-th largest effects over all pairs. The confidence follows
+    from the distribution of Mann and Whitney (1947). The integer k is as large as possible for a confidence of at least
+    95 %, and is at least 1. The values must be independent. Turns of the same launch are not independent, so an
+    interval computed from turns is too narrow.
 
     Args:
         group: A group with at least one value. A useful interval requires at least 3 values.

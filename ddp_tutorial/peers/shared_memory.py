@@ -1,4 +1,4 @@
-"""Train with this package and `ddp.shared_memory`, which sums gradients in memory shared by two ranks on a host."""
+"""Train with this package and `ddp.shared_memory`, which sums the gradients of two ranks in shared memory."""
 
 from torch import nn
 
