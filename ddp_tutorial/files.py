@@ -312,8 +312,8 @@ def locked(folder: Path) -> Iterator[None]:
     The lock is a file in `folder`, and is removed when the block ends. Two mechanisms exclude other processes:
 
     - The kernel's lock on this file. NFS and Lustre may enforce this lock only within one host, and some file systems
-      do not support it.
-    - The owner that is stored in the file. On the same machine, the owner is valid as long as its process runs. On a
+    do not support locks. - The owner that is stored in the file. On the same machine, the owner is valid as long as its
+    process runs. On a
       different machine, the owner is valid as long as its process touches the file every 5 seconds. Therefore, if a run
       is killed on one machine, a different machine can resume the run only after 15 seconds.
 

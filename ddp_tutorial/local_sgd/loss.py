@@ -24,7 +24,7 @@ class RoundLoss(StepLoss):
         """Initialize the loss with `exchanges` and `is_local` set to true."""
         super().__init__(loss, world, precision)
         self.exchanges, self.is_local = True, True
-        self._stop_flags = 0.0  # the largest since the last exchange
+        self._stop_flags = 0.0  # the largest value since the last exchange
 
     def reduce(self, stop_flags: float = 0.0, path: int = 0) -> None:
         """Start the all-reduce of the totals and the stop flags. Collective if `exchanges` is true."""

@@ -21,6 +21,6 @@ class Rounds:
     def all_reduces(self, updates: int) -> int:
         """Return the number of model-sized all-reduces in `updates` updates.
 
-        Each of the first `begin` updates all-reduces gradients. Each later round all-reduces weights once.
+        The first `begin` updates all-reduce gradients. Each later round all-reduces weights once.
         """
         return min(updates, self.begin) + max(0, updates - self.begin) // self.length

@@ -71,8 +71,8 @@ class LocalWeightsState:
         """Do nothing if the checkpoint was saved at the end of a round, when all ranks hold the averaged weights.
 
         Raises:
-            CheckpointError: If the checkpoint was saved within a round. The ranks' weights then differ and cannot be
-                loaded on a different number of ranks.
+            CheckpointError: If the checkpoint was saved within a round. The ranks' different weights cannot be loaded
+                on a different number of ranks.
         """
         if alone := states[0]["alone"]:
             length, ranks = states[0]["length"], len(states)

@@ -1,7 +1,7 @@
 """Define local SGD, post-local SGD, and DiLoCo as strategies for the trainer.
 
 Within a round, the ranks' weights differ. Evaluation and export use the mean of the ranks' weights. At the end of a
-round, every rank holds this mean or, with DiLoCo, the outer parameters. Within a round, the mean is computed on demand.
+round, every rank holds the mean or, with DiLoCo, the outer parameters. Within a round, the mean is computed on demand.
 The weights are all-reduced, and each rank restores its own weights afterward. Therefore, evaluating and saving do not
 affect training. If a run ends within a round, the final model is the mean of the ranks' weights, and DiLoCo takes no
 outer step.
@@ -186,7 +186,7 @@ class LocalSGD:
         own = LocalWeightsState(self.module, self.world, self.rounds, lambda: self.local_steps)
         return {
             "model": (AveragedModelState(self.module, self.full_parameters), "replicated"),
-            "local": (own, "per_rank"),  # after "model", because it overwrites the mean
+            "local": (own, "per_rank"),  # after "model", because "local" overwrites the mean
             "optimizer": (LocalOptimizerState(optimizer), "per_rank"),
         }
 
