@@ -101,7 +101,7 @@ class Component:
 
 
 def require_even_nodes(world: World, components: Mapping[str, Component]) -> None:
-    """Raise an error on all ranks if a component is `"per_node"` and the nodes' sizes differ. Collective.
+    """Raise an error on all ranks if a component is `"per_node"` and the nodes have different sizes. Collective.
 
     Raises:
         ValueError: If a component's `shared` is `"per_node"` and the number of ranks differs between nodes.

@@ -93,9 +93,9 @@ def rank_costs(costs: Sequence[StageCost], table: Table, copies: int = 1, accumu
     """Return the memory usage and communication volume of each rank of a pipeline.
 
     In an all-reduce of n bytes over W ranks, each rank sends 2 n (W - 1) / W bytes. The gradients of a stage are
-    reduced over the pipelines. The gradients of a tied parameter are reduced over its ranks. Weights and gradients are
-    float32. The exchange of micro-batches within a pipeline is not included. `copies` is the number of pipelines, and
-    `accumulation` is the number of schedule executions per step.
+    reduced over the pipelines. The gradients of a tied parameter are reduced over the ranks that share the parameter.
+    Weights and gradients are float32. The exchange of micro-batches within a pipeline is not included. `copies` is the
+    number of pipelines, and `accumulation` is the number of schedule executions per step.
     """
     ranks = len(table)
     of_ranks: list[dict[int, int]] = [{} for _ in table]

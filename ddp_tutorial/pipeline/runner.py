@@ -237,7 +237,7 @@ class StageRunner:
         return dist.P2POp(dist.irecv, tensor, self.peers[transfer.source], tag=self._tag(transfer))
 
     def _like(self, step: _Step, transfer: Transfer) -> Like:
-        """Return a message's shape and dtype. If the message has a header, read them from the header."""
+        """Return a message's shape and dtype, which are read from the message's header if there is one."""
         kind, stage, m = transfer.action
         if kind == BACKWARD:
             out = step.live[stage - 1, m][1]
