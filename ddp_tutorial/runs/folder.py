@@ -57,12 +57,12 @@ class RunFolder:
 
     @property
     def stop_request(self) -> Path:
-        """The file that requests a stop. It contains "stop" or "save", and exists until the request is handled."""
+        """The file that requests a stop, with the content "stop" or "save". Handling the request removes the file."""
         return self.path / "stop"
 
     @property
     def model(self) -> Path:
-        """The folder of the final model. It contains one file if the model does not define `save_pretrained`."""
+        """The folder that contains the final model, in one file unless the model defines `save_pretrained`."""
         return self.path / "model"
 
     @property
@@ -174,7 +174,7 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
 
 
 def format_loss(loss: float | None) -> str:
-    """Format a loss for display. None, which stands for infinity or NaN in a log, becomes "diverged"."""
+    """Format a loss for display. None represents infinity or NaN in a log, and is formatted as "diverged"."""
     return "diverged" if loss is None else f"{loss:.3f}"
 
 

@@ -46,7 +46,7 @@ def open_folder(
 ) -> RunFolder:
     """Create or open a run folder on rank 0, and return it on all ranks. Collective.
 
-    A new folder is empty. `RunRecord.exclusive` writes the config into it.
+    A new folder is empty until `RunRecord.exclusive` writes the config.
 
     Args:
         world: This rank's world.
@@ -55,7 +55,7 @@ def open_folder(
         resuming: Whether to use an existing folder with this name. Otherwise, a number is appended to the name if the
             folder exists.
         shared: Whether all ranks must see the folder. Checkpoints require a shared folder.
-        private: Whether a new folder is readable only by its owner. Otherwise, the umask determines its permissions.
+        private: Whether only the owner can read a new folder. Otherwise, the umask determines the folder's permissions.
             The umask also determines the permissions of new parent folders, such as runs/.
 
     Raises:
@@ -78,7 +78,7 @@ def open_folder(
 
 
 def require_rank_zeros(world: World, name: str) -> None:
-    """Raise an error if only other ranks of an earlier run used the named folder on rank 0's disk. Collective.
+    """Raise an error if rank 0 of the earlier run `name` used a different disk. Collective.
 
     Raises:
         ConfigError: On all ranks, if the folder contains logs of other ranks but no config. In that case, the run and
@@ -121,7 +121,7 @@ def _create_marker(folder: Path) -> Path:
 
 
 def _create_folder(name: str, label: str, again: bool, private: bool) -> tuple[RunFolder, bool]:
-    """Create a run folder (see `open_folder`). Return the folder and whether it is new."""
+    """Create or open a run folder (see `open_folder`), and return the folder and whether it is new."""
     path = RUNS / (name or f"{time.strftime('%Y%m%d-%H%M%S')}-{label}")
     folder = RunFolder(path, mode=0o700 if private else 0o777)
     if again:
@@ -157,7 +157,7 @@ class RunRecord:
         self.log = StepLog(world, folder.metrics, unit, events=events and not self._lacks_package)
         self.usage = Usage(world, memory_limit_mb, gpu_memory_limit_mb)
         self.watch = Stopwatch(world.device)
-        self.step = 0  # last recorded step, for the record of a failure
+        self.step = 0  # last recorded step, for the failure record
         self._inside = ExitStack()
 
     @contextmanager
@@ -203,7 +203,7 @@ class RunRecord:
         return self._inside.__exit__(*error)
 
     def reopen(self) -> None:
-        """Remove the result of an earlier attempt, because the run continues."""
+        """Remove the result of an earlier attempt, because the run resumes."""
         if self.world.is_main:
             remove_temporary(self.folder.path, _MARK)
             self.folder.result.unlink(missing_ok=True)

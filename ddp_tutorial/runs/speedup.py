@@ -1,4 +1,4 @@
-"""Compare the throughput of runs against a baseline's throughput. This module does not import torch."""
+"""Compare the throughput of runs with the throughput of a baseline. This module does not import torch."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -24,7 +24,7 @@ class Speedup:
 
 
 def default_baseline(summaries: Sequence[Summary]) -> Summary | None:
-    """Return the run with the fewest ranks that is comparable with at least one other run, or None if there is none."""
+    """Return the run with the fewest ranks among comparable runs, or None if no two runs are comparable."""
     rated = [run for run in summaries if run.rate and run.state in {"finished", "stopped"}]
     shared = [run for run in rated if any(run is not other and not different_work(run, other) for other in rated)]
     return min(shared, key=lambda run: run.ranks, default=None)
@@ -42,7 +42,7 @@ def require_throughput(run: Summary) -> Summary:
 
 
 def speedup(run: Summary, baseline: Summary | None) -> Speedup:
-    """Return the speedup and the efficiency of a run. Both are None if a throughput is missing or the work differs."""
+    """Return a run's speedup and efficiency, which are None if a throughput is missing or the work differs."""
     if baseline is None or not baseline.rate or not run.rate or different_work(run, baseline):
         return Speedup()
     factor = run.rate / baseline.rate
@@ -55,7 +55,7 @@ def different_work(run: Summary, baseline: Summary) -> list[str]:
 
 
 def not_comparable(summaries: Sequence[Summary], baseline: Summary) -> str | None:
-    """Return a sentence that lists the runs whose work differs from the baseline's, or None if there are none."""
+    """List the runs whose work differs from the baseline's work in one sentence. Return None if no run differs."""
     others = {run.path: names for run in summaries if (names := different_work(run, baseline))}
     if not others:
         return None

@@ -31,8 +31,8 @@ class StepLog:
     def __init__(self, world: World, path: Path, unit: str = "samples", *, events: bool = False) -> None:
         """Create a log without opening its file.
 
-        The loss is averaged over a `unit`, such as "samples" or "tokens". The log contains the total count in this unit
-        and the rate per second. With `events`, rank 0 also writes TensorBoard events.
+        `unit` is the unit of the loss's count, such as "samples" or "tokens". The log contains the total count in this
+        unit and the rate per second. With `events`, rank 0 also writes TensorBoard events.
         """
         self.unit = unit
         self.losses: list[float] = []
@@ -48,7 +48,7 @@ class StepLog:
         self._flushed_count = 0.0
 
     def open(self) -> None:
-        """Open the file for appending, on rank 0. Create it if it does not exist."""
+        """Open or create the file for appending, on rank 0."""
         if self._is_main:
             self._file = self._path.open("ab", buffering=0)
 
@@ -68,7 +68,7 @@ class StepLog:
         samples on all ranks. `grad_norm` is the norm of the gradient before clipping.
 
         Raises:
-            ConfigError: If a metric has the name of a different value in the log.
+            ConfigError: If a metric has the same name as a different value in the log.
         """
         names = {"step", "learning_rate", self.unit, self.unit + PER_SECOND, "elapsed", "seconds", "grad_norm", *others}
         if taken := names & means.keys():
@@ -154,7 +154,7 @@ class StepLog:
         if self._file is not None:
             notify_observers("write", self._path)
             left = memoryview("".join(_encode(without_nan(record)) + "\n" for record in records).encode())
-            while left:  # an almost full disk writes only a part; the next write then raises an error
+            while left:  # an almost full disk stores only some of the bytes; the next write then raises an error
                 left = left[self._file.write(left) :]
         if self._events is not None:
             self._events.write(records[-1])
@@ -173,14 +173,14 @@ class StepLog:
 
 
 class Events:
-    """TensorBoard events of a run. `tensorboard --logdir runs` shows them if TensorBoard is installed.
+    """Writer for a run's TensorBoard events, which `tensorboard --logdir runs` shows.
 
-    The first record creates the file. A resumed run writes a new file, so that TensorBoard discards those steps in
-    the earlier file that the run repeats.
+    The first record creates the file. A resumed run writes a new file, so that TensorBoard discards the repeated steps
+    of the earlier file.
     """
 
     def __init__(self, folder: Path, totals: Set[str]) -> None:
-        """Create a writer without a file. The running totals with the names `totals` are not plotted."""
+        """Create a writer without a file. `totals` contains the names of running totals, which are not plotted."""
         from tensorboardX import SummaryWriter  # imported now, so that the import does not slow down a step
         from tensorboardX.proto.summary_pb2 import Summary
 
@@ -190,7 +190,7 @@ class Events:
         self._writer: Any = None
 
     def write(self, record: dict[str, Any]) -> None:
-        """Write one point for each float in the record, except for running totals."""
+        """Write one point for each float in the record, except running totals."""
         if self._writer is None:
             self._writer = self._open(purge_step=self._purge_step)
         shown = {name: value for name, value in record.items() if isinstance(value, float) and name not in self._totals}

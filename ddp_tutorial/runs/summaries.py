@@ -24,16 +24,16 @@ from ddp_tutorial.runs.folder import INSIDE, PER_SECOND, Run, RunFolder, load_ru
 
 RunState = Literal["running", "finished", "stopped", "failed", "killed"]
 
-# A folder that runs share. It contains no runs.
+# A folder that all runs share, and that contains no runs.
 _SHARED = RUNS / "cache"
 
 # Phases inside `grads`. Parts of other phases have names such as "save: write".
 _IN_GRADS = ("forward", "backward", "finish")
 # Phases in which a rank works by itself. In backward and finish, fast ranks wait for slow ranks.
 _OWN_WORK = ("data", "forward")
-# A rank is a straggler if its own work takes at least this many times as long as the other ranks' work,
+# A rank is a straggler if its own work takes more than _SLOW times the median of the other ranks, and if the difference
+# is more than the fraction _SIGNIFICANT of the measured time.
 _SLOW = 1.5
-# and if the difference is at least this fraction of the measured time.
 _SIGNIFICANT = 0.05
 
 # Larger numbers cannot be measurements, and may not fit into a float.
@@ -128,7 +128,7 @@ def rows_of(run: Run) -> list[Row]:
 
 
 def metrics_of(rows: Sequence[Row]) -> list[str]:
-    """Return the metric names in a log. The step metrics come first, then phase durations such as "seconds.data"."""
+    """Return the metric names in a log: first the step metrics, then phase durations such as "seconds.data"."""
     names = dict.fromkeys(key for row in rows for key in row if finite_number(row, key) is not None)
     phases = dict.fromkeys(name for row in rows for name in _mapping(row, "seconds") if ": " not in name)
     return [
@@ -140,8 +140,8 @@ def metrics_of(rows: Sequence[Row]) -> list[str]:
 def elapsed_seconds(rows: Sequence[Row]) -> list[float]:
     """Return, for each row, the number of seconds since the start of the run.
 
-    Logs from older versions do not contain this time, so it is estimated as the sum of the phase durations. The
-    returned time continues across restarts, although each process counts from zero.
+    In logs from older versions, the time is estimated as the sum of the phase durations. The returned times continue
+    across restarts, although each process counts from zero.
     """
     times: list[float] = []
     now = offset = before = 0.0
@@ -371,7 +371,7 @@ def straggler(seconds: Mapping[str, Sequence[float]]) -> dict[str, Any] | None:
     """Return the rank that the other ranks wait for, or None if there is no such rank.
 
     The time that a rank spends on its own work is compared with the median over the other ranks. `seconds` contains
-    each rank's time by phase. An example of the result is `{"rank": 1, "phase": "data", "times": 1.8, "seconds": 4.2}`.
+    each rank's time by phase. A result is, for example, `{"rank": 1, "phase": "data", "times": 1.8, "seconds": 4.2}`.
     """
     worst: dict[str, Any] | None = None
     measured = sum(statistics.median(each) for name, each in seconds.items() if name in {"data", "grads", "update"})
@@ -421,10 +421,10 @@ def _failure(folder: Path) -> Failure:
 
 
 def differing_settings(summaries: Sequence[Summary]) -> dict[str, list[Any]]:
-    """Return a dict that maps the dotted name of each setting that differs between runs to the list of its values.
+    """Return the settings that differ between runs, as a dict from dotted names to lists of values.
 
-    If an older version's config lacks a setting, the value is None and does not count as a difference. `nprocs` is the
-    actual number of ranks.
+    If an older version's config lacks a setting, the value is None and does not count as a difference. The value of
+    `nprocs` is the actual number of ranks.
     """
     configs = [summary.config | {"nprocs": summary.ranks} for summary in summaries]
     names = dict.fromkeys(name for config in configs for name in flat(config))
@@ -456,10 +456,10 @@ def _setting(config: Mapping[str, Any], name: str) -> Any:
 
 
 def follow(path: Path, is_over: Callable[[], bool], last: int, pause: float = 0.2) -> Iterator[str]:
-    """Yield the `last` lines of a file, and then each complete new line, until `is_over()` returns true.
+    """Yield the last lines of a file, at most `last`, and then each complete new line, until `is_over()` returns true.
 
-    The file need not exist yet. If the file is replaced, as happens when a run resumes from a checkpoint, the function
-    starts over. `pause` is the number of seconds between consecutive reads.
+    The file need not exist yet. If the file is replaced, as when a run resumes from a checkpoint, `follow` starts over.
+    `pause` is the number of seconds between consecutive reads.
     """
     file_id, position, rest = 0, 0, b""
     while True:

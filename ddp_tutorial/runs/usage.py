@@ -17,7 +17,7 @@ from ddp_tutorial.world import World
 
 MB = 1e6
 _EVERY = 0.2  # seconds between memory checks; one check takes a tenth of a short step
-_UNEVEN, _WORTH_REPORTING_MB = 1.2, 100.0  # a rank uses more than the others if both are exceeded
+_UNEVEN, _WORTH_REPORTING_MB = 1.2, 100.0  # `imbalance` reports a rank that exceeds both limits
 _RESERVED = "cuda_reserved_mb"
 
 
@@ -44,12 +44,12 @@ def imbalance(memory: Mapping[str, Sequence[float]]) -> dict[str, Any] | None:
 
 
 class Usage:
-    """Tracker for one rank's resource usage. It sums the phase durations, and gathers all ranks' usage on request."""
+    """Tracker that sums one rank's phase durations, and gathers the resource usage of all ranks on request."""
 
     def __init__(self, world: World, limit_mb: float = 0, gpu_limit_mb: float = 0) -> None:
         """Create a tracker with zero usage.
 
-        The rank logs a warning if its resident or its reserved GPU memory exceeds a limit. 0 disables a limit.
+        The rank logs a warning if its resident memory or its reserved GPU memory exceeds a limit. 0 disables a limit.
         """
         self.world, self.limit_mb, self.gpu_limit_mb = world, limit_mb, gpu_limit_mb
         self._process = psutil.Process()
@@ -64,7 +64,7 @@ class Usage:
         self._since.update(seconds)
 
     def watch_memory(self) -> None:
-        """Check this process's memory usage, at most a few times a second, and warn once if a limit is exceeded."""
+        """Check this process's memory usage, at most a few times per second, and warn once if a limit is exceeded."""
         if time.monotonic() - self._looked > _EVERY:
             self._memory()
 
