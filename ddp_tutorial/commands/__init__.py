@@ -18,7 +18,7 @@ def complete_runs(context: click.Context, parameter: click.Parameter, incomplete
 
 
 def _use_runs_dir(context: click.Context, parameter: click.Parameter, folder: Path | None) -> None:
-    """Set $DDP_TUTORIAL_RUNS to the runs directory, for `ddp_tutorial.files` and all child processes."""
+    """Set $DDP_TUTORIAL_RUNS, which `ddp_tutorial.files` and all child processes read."""
     if folder is not None:
         os.environ["DDP_TUTORIAL_RUNS"] = str(folder.absolute())
 

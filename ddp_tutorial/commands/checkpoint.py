@@ -24,7 +24,7 @@ _as_json = click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 
 
 def _checkpoints(path: Path) -> list[Path]:
-    """Return the checkpoint at `path`, or all checkpoints if `path` is a run. Raise `ConfigError` if there are none."""
+    """Return the checkpoint at `path`, or all checkpoints if `path` is a run. Raise `ConfigError` if none exists."""
     from ddp_tutorial.checkpoint.manifest import CHECKPOINTS, MANIFEST, list_checkpoints
     from ddp_tutorial.files import RUNS
     from ddp_tutorial.runs.summaries import find_run
@@ -73,7 +73,7 @@ def _line(row: dict[str, Any]) -> str:
 @_a_path
 @_as_json
 def checkpoint_inspect(path: Path, as_json: bool) -> None:
-    """Show a checkpoint's components, their distribution over ranks, their files, and the library versions.
+    """Show the components and files of a checkpoint, and the library versions.
 
     If PATH is a run, the command shows the newest checkpoint.
     """

@@ -1,4 +1,4 @@
-"""Run commands on several emulated hosts on this machine."""
+"""Run commands on virtual hosts on this machine."""
 
 import os
 import sys
@@ -11,7 +11,7 @@ from ddp_tutorial.config import FailedError
 
 @click.group()
 def cluster() -> None:
-    """Run commands on several emulated hosts on this machine, over a real network stack. Requires Linux."""
+    """Run commands on virtual hosts on this machine, with a real network stack. Requires Linux."""
 
 
 @cluster.command(context_settings={"ignore_unknown_options": True})
@@ -27,9 +27,9 @@ def run(nodes: int, rate: str | None, delay: str | None, separate_folders: bool,
     cluster run --rate 1gbit -- torchrun --nproc-per-node 1 -m ddp_tutorial train 2proc
     cluster run --nodes 3 -- sh -c 'echo $NODE_RANK; hostname; ip addr'
 
-    The hosts share this machine's cores and files, and are not reachable from outside. The PET_* variables specify
+    The hosts share this machine's cores and files, and are not reachable from other machines. The PET_* variables set
     torchrun's number of nodes, rendezvous endpoint (n0:29500) and node rank. NODE_RANK is the index of the host,
-    starting at 0. The exit code is 0 if the command exits with 0 on all hosts.
+    starting at 0. The exit code is 0 if COMMAND exits with code 0 on all hosts.
     """
     from ddp_tutorial.cluster import Cluster
 

@@ -1,4 +1,4 @@
-"""Commands that read run records. To start quickly, they import matplotlib only for figures, and never import torch."""
+"""Commands that read run records. The commands import matplotlib only for figures, and never import torch."""
 
 import csv
 import json
@@ -33,10 +33,10 @@ _open = click.option("-e", "--open", "opens", is_flag=True, help="Open the figur
 
 
 def _chosen(names: tuple[str, ...], everything: bool) -> list[Path]:
-    """Return the named runs' folders without duplicates. Without names, return the newest run or, with --all, all runs.
+    """Return the folders of the named runs without duplicates, or of the newest run or all runs if `names` is empty.
 
-    Existing files and folders that are not runs are skipped, and their number is reported, because the pattern `runs/*`
-    also matches figures, caches and sweeps.
+    Paths that exist but are not runs are skipped with a message, because `runs/*` also matches figures, caches and
+    sweeps.
 
     Raises:
         ConfigError: If a name does not exist, or if no run remains.
@@ -159,8 +159,8 @@ _BASELINE = "Baseline for the throughput.  [default: among runs with the same wo
 def summary(runs: tuple[str, ...], everything: bool, form: str, baseline: str | None) -> None:
     """Summarize runs, by default the newest run.
 
-    A summary contains settings, result, losses, throughput, time by phase, memory and checkpoints. The formats md, csv
-    and json also contain the speedup and the efficiency of each run relative to the baseline.
+    A summary contains settings, result, losses, throughput, time by phase, memory and checkpoints. In the formats md,
+    csv and json, the summaries also contain each run's speedup and efficiency relative to the baseline.
     """
     from ddp_tutorial.runs.summaries import summarize
 
@@ -182,7 +182,7 @@ def summary(runs: tuple[str, ...], everything: bool, form: str, baseline: str | 
 
 
 def _speedups(summaries: list["Summary"], name: str | None) -> list["Speedup"]:
-    """Return each run's speedup over the named or default baseline. Report the runs that are not comparable."""
+    """Return each run's speedup over the baseline. Report the runs that are not comparable with the baseline."""
     from ddp_tutorial.runs.speedup import default_baseline, not_comparable, require_throughput, speedup
     from ddp_tutorial.runs.summaries import find_run, summarize
 
@@ -261,7 +261,7 @@ def _plain(value: Any) -> str:
 
 
 def _page(run: "Summary") -> str:
-    """Return a summary of one run, with one line per available value."""
+    """Return a summary of one run, with one line per known value."""
     lines = {
         "state": _state(run),
         "error": run.failure and f"\n{'':14}".join(run.failure.error.strip().splitlines()),
@@ -411,7 +411,7 @@ def _memory(run: "Summary") -> str | None:
 @runs_dir
 @_some_runs
 @_all_runs
-@click.option("--metrics", help="Names, separated by commas.  [default: loss,grad_norm,learning_rate]")
+@click.option("--metrics", help="Metric names, separated by commas.  [default: loss,grad_norm,learning_rate]")
 @click.option("--x", "axis", type=click.Choice(["step", "time", "tokens"]), default="step", show_default=True)
 @click.option(
     "--smooth",
@@ -419,10 +419,10 @@ def _memory(run: "Summary") -> str | None:
     type=click.IntRange(min=1),
     default=1,
     show_default=True,
-    help="Number of values in the running mean, which is drawn over the pale original values.",
+    help="Number of values in the moving average, which is drawn over the original values.",
 )
 @click.option("--compare", is_flag=True, help="Draw all runs on the same axes, and list the settings that differ.")
-@click.option("--loss-curves", "with_losses", is_flag=True, help="Draw a panel with training and validation loss.")
+@click.option("--loss-curves", "with_losses", is_flag=True, help="Draw a panel with training and validation losses.")
 @click.option(
     "-o", "--output", type=click.Path(dir_okay=False, path_type=Path), help="Output file: .png, .svg or .pdf."
 )
@@ -438,9 +438,9 @@ def plot(
     output: Path | None,
     opens: bool,
 ) -> None:
-    """Plot the metrics of one or more runs. The default is the newest run.
+    """Plot the metrics of one or more runs, by default of the newest run.
 
-    With --compare, the figure contains one panel per metric. Otherwise, it contains one panel per metric per run.
+    The figure contains one panel for each metric of each run, or only one panel per metric with --compare.
     Without -o, the figure is written to runs/plot-RUN.png. The option --metrics also accepts eval_loss,
     tokens_per_second, loss_scale, and seconds.PHASE, such as seconds.data.
     """
@@ -541,7 +541,7 @@ def draw_timeline(run: str, opens: bool) -> None:
 @click.option("--metrics", is_flag=True, help="Follow the step metrics instead of the log.")
 @click.option("-e", "--edit", is_flag=True, help="Open the file in $VISUAL or $EDITOR instead of following it.")
 def tail(run: str, count: int, rank: int, metrics: bool, edit: bool) -> None:
-    """Follow the log of one rank until the run has exited.
+    """Follow the log of one rank until the run exits.
 
     If rank 0's log does not exist, the command shows the metrics of each step.
     """
@@ -569,7 +569,7 @@ def tail(run: str, count: int, rank: int, metrics: bool, edit: bool) -> None:
 
 
 def _step(line: str) -> str:
-    """Return a row of metrics as readable text, and any other line unchanged."""
+    """Format a row of metrics as readable text. Return any other line unchanged."""
     from ddp_tutorial.runs.folder import format_loss
     from ddp_tutorial.runs.summaries import finite_number, unit_of
 

@@ -29,7 +29,7 @@ def doctor(as_json: bool) -> None:
 @click.command()
 @click.argument("shell", type=click.Choice(["bash", "zsh", "fish"]))
 def completion(shell: str) -> None:
-    """Print a completion script for SHELL. It completes the commands, configs and settings of `ddp-tutorial`.
+    """Print a script for SHELL that completes the commands, configs and settings of `ddp-tutorial`.
 
     \b
     ddp-tutorial completion bash >> ~/.bashrc

@@ -1,4 +1,4 @@
-"""Command that plans a run on many devices. The command predicts costs without starting the run."""
+"""Command that predicts the step time, memory and cost of a run on many devices, without starting the run."""
 
 import json
 import math
@@ -97,10 +97,10 @@ def plan(
 
 
 def _model(name: str, shape: Iterable[str]) -> Transformer:
-    """Return the model with the command-line name `name`, after applying the changes in `shape`, such as "layers=48".
+    """Return the model named `name` on the command line, with the changes in `shape`, such as "layers=48".
 
     Raises:
-        ConfigError: If the name or a change is not valid.
+        ConfigError: If the name or a change is invalid.
     """
     if name not in _MODELS:
         raise ConfigError(f"the model must be one of {', '.join(_MODELS)}, got {name!r}")
@@ -134,7 +134,7 @@ def _value(field: str, text: str, is_switch: bool) -> int | bool:
 
 
 def _network(name: str, node_gbit: float | None) -> Network:
-    """Return the network `name`. If `node_gbit` is given, a node's devices share that many Gbit/s to other nodes."""
+    """Return the network `name`. If set, `node_gbit` replaces the bandwidth between nodes, in Gbit/s per node."""
     network = NETWORKS[name]
     if node_gbit is None:
         return network
@@ -143,7 +143,7 @@ def _network(name: str, node_gbit: float | None) -> Network:
 
 
 def _plan(estimate: Estimate) -> dict[str, Any]:
-    """Return an estimate and its computed properties as a JSON object."""
+    """Return an estimate and its computed properties as a dict."""
     return asdict(estimate) | {
         "label": estimate.plan.label,
         "seconds": estimate.seconds,
@@ -153,7 +153,7 @@ def _plan(estimate: Estimate) -> dict[str, Any]:
 
 
 def _published(rows: Iterable[comparison.Comparison]) -> dict[str, Any]:
-    """Return a comparison as a JSON object."""
+    """Return the comparisons and their median errors as a dict."""
     rows = list(rows)
     return {
         "runs": [

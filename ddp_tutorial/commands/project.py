@@ -17,7 +17,7 @@ from ddp_tutorial.config import ConfigError, require_package
 @runs_dir
 @click.option("--steps", type=click.IntRange(min=1), default=600, show_default=True, help="Number of optimizer steps.")
 def run(steps: int) -> None:
-    """Train on two ranks and in one process, on real text, and compare the runs. This takes 2 to 3 minutes."""
+    """Train a small GPT on two ranks and in one process, and compare the runs. The command takes 2 to 3 minutes."""
     require_package("papermill", "notebooks")
     from ddp_tutorial.experiments.execute import run_main_job
 
@@ -28,7 +28,7 @@ def run(steps: int) -> None:
 @click.argument("paths", nargs=-1, type=click.Path(exists=True, dir_okay=False, path_type=Path))
 @click.option("--all", "everything", is_flag=True, help="Also execute notebooks whose source has not changed.")
 def notebooks(paths: tuple[Path, ...], everything: bool) -> None:
-    """Execute PATHS, or all notebooks whose source has changed, and save them with their outputs."""
+    """Execute the notebooks at PATHS, or all notebooks whose source has changed, and save the outputs."""
     require_package("nbclient", "notebooks")
     from ddp_tutorial.experiments.notebooks import refresh
 
@@ -40,7 +40,7 @@ def notebooks(paths: tuple[Path, ...], everything: bool) -> None:
 def copy_notebooks(folder: Path) -> None:
     """Copy the notebooks, without outputs, and their data to a new FOLDER.
 
-    You can edit the copies freely. In contrast, the `notebooks` command executes the project's notebooks in place.
+    You can edit the copies freely, without changing the project's notebooks.
     """
     from ddp_tutorial.experiments.notebooks import copy_notebooks
 
@@ -78,11 +78,11 @@ def bench(name: str, as_json: bool, repeats: int, kills: int | None) -> None:
     NAME is launch, overhead, compile, ddp, buckets, sources, accumulation, checkpoint, scaling, debug, sharded,
     pipeline, cluster, ranks, peers, chaos, restarts or hangs.
 
-    `chaos` kills ranks of small runs, and makes their disks fail or fill up, at every named point during saving
-    and resuming. It also starts runs on nodes without a shared folder. It checks that no checkpoint is lost, that each
-    resumed run is bitwise identical to an uninterrupted run, and that no process is left running. `restarts` kills
+    `chaos` kills ranks of small runs, and makes their disks fail or fill up, at every injection point during saving and
+    resuming. `chaos` also starts runs on nodes without a shared folder. The benchmark checks that no checkpoint is
+    lost, no process keeps running, and each resumed run is bitwise identical to an uninterrupted run. `restarts` kills
     ranks under torchrun, which restarts them. `hangs` makes ranks hang in eight ways, and checks that the report names
-    the ranks and lines, and that no process is left running.
+    the ranks and lines and that no process keeps running.
     """
     from ddp_tutorial.benches import as_text, run_bench
 
@@ -111,7 +111,7 @@ def bench(name: str, as_json: bool, repeats: int, kills: int | None) -> None:
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 @click.option("--repeats", type=click.IntRange(min=5), default=7, show_default=True, help="Repetitions of each arm.")
 def reproduce(name: str, as_json: bool, repeats: int) -> None:
-    """Measure variants on the same workload, and print a Markdown table that includes any published numbers."""
+    """Measure variants of one workload, and print a Markdown table with published results, if available."""
     from ddp_tutorial.benches import published
 
     result = published.reproduce(name, repeats)

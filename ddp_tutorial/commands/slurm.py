@@ -24,8 +24,8 @@ def slurm(config: str, overrides: tuple[str, ...], submit: bool) -> None:
 
     The job starts config.nprocs ranks, the same number on each node. The command accepts the settings of the `slurm`
     section; the `slurm.` prefix is optional. If the job is preempted or about to reach its time limit, it saves a
-    checkpoint and is requeued. It then resumes from the checkpoint. All nodes must share the working directory. To stop
-    the job permanently, use scancel.
+    checkpoint, is requeued, and resumes from the checkpoint. All nodes must share the working directory. To stop the
+    job permanently, use scancel.
     """
     with stopped_by_signals():
         from ddp_tutorial.commands.slurm_script import slurm_script

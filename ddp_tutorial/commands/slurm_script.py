@@ -1,4 +1,4 @@
-"""Write the batch script that `python -m ddp_tutorial slurm CONFIG` prints or submits."""
+"""Create the batch script that `python -m ddp_tutorial slurm CONFIG` prints or submits."""
 
 import shlex
 from collections.abc import Iterable
@@ -14,9 +14,9 @@ from ddp_tutorial.training.tasks import check_start, with_batch_size
 def slurm_script(
     source: str, overrides: Iterable[str] = (), python: str = "python", kind: type[TaskConfig] = TaskConfig
 ) -> str:
-    """Return a batch script that trains like `train SOURCE OVERRIDES`, on `config.nprocs` ranks.
+    """Return a batch script that runs `train SOURCE OVERRIDES` on `config.nprocs` ranks.
 
-    A run without a name is named after the job ID, so that a requeued job finds its checkpoint. The overrides contain
+    A run without a name is named after the job ID, so that a requeued job finds its checkpoint. `overrides` may contain
     settings of the run and of the job. "nodes=2" is short for "slurm.nodes=2".
 
     Raises:
@@ -55,7 +55,7 @@ def slurm_script(
 
 
 def split_overrides(overrides: Iterable[str]) -> tuple[list[str], list[str]]:
-    """Return the job's overrides with their prefix ("nodes=2" -> "slurm.nodes=2"), and the run's overrides."""
+    """Split overrides into the job's overrides, with the prefix "slurm.", and the run's overrides."""
     of_job: list[str] = []
     of_run: list[str] = []
     for override in map(str.strip, overrides):

@@ -57,10 +57,10 @@ def sweep(
     file with a YAML or JSON list. Each point of --points FILE is combined with all values of the settings. In a CSV
     file, the header contains the parameter names, and each row is a point.
 
-    Each point's papermill command runs only that point. Add --dry-run to print only the commands.
+    The output ends with the papermill command of each point. Add --dry-run to print only these commands.
 
-    Finished points are not repeated unless their parameters or the code have changed. To continue after an interrupt or
-    a failure, rerun the command. If a point fails, the other points still run, and the exit code is 1.
+    A finished point is skipped unless its parameters or the code has changed. To continue after an interrupt or a
+    failure, rerun the command. If a point fails, the other points still run, and the exit code is 1.
     """
     require_package("papermill", "notebooks")
     from ddp_tutorial.experiments.sweeps import SweepInterruptedError, failure_of, plan_sweep, run_sweep
@@ -69,7 +69,7 @@ def sweep(
     if dry_run:
         click.echo(json.dumps({"commands": plan.commands}) if as_json else "\n".join(plan.commands))
         return
-    for number in (signal.SIGTERM, signal.SIGHUP):  # handle the end of a job or a closed terminal like Ctrl-C
+    for number in (signal.SIGTERM, signal.SIGHUP):  # a terminated job or a closed terminal acts like Ctrl-C
         if signal.getsignal(number) != signal.SIG_IGN:  # `nohup` ignores SIGHUP
             signal.signal(number, signal.default_int_handler)
     try:

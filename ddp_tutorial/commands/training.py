@@ -26,23 +26,20 @@ if TYPE_CHECKING:
 # Default of --watch with --check, in seconds. A checkpoint or an evaluation on one rank takes less time.
 CHECK_WATCH_SECONDS = 60.0
 _WATCH = "If a rank waits this long in a collective, report where each rank waits."
-_CHECK = "Check each step on all ranks: diverging replicas, NaN, shared samples, leaks, and more. Implies --watch."
-_DEBUG = "Show all log lines, and set all unset debug variables of PyTorch, NCCL and CUDA. This slows the run."
+_CHECK = "Check each step for diverging replicas, NaN, samples that ranks share, leaks, and more. Implies --watch."
+_DEBUG = "Show all log lines, and set all unset debug variables of PyTorch, NCCL and CUDA. Slows down the run."
 _DEVICES = "GPUs for the ranks on this machine, one GPU per rank."
 _FAULT = "Inject a fault, such as 'kill rank=1 step=3', in addition to the config's `faults`. Can be repeated."
 
 
 def _configs(context: click.Context, parameter: click.Parameter, incomplete: str) -> list[CompletionItem]:
-    """Return the matching configs of the package, or files if no config matches, for shell completion."""
+    """Complete the name of a config in the package, or a file name if no config matches."""
     names = [CompletionItem(name) for name in configs.config_names() if name.startswith(incomplete)]
     return names or [CompletionItem(incomplete, type="file")]
 
 
 def _settings(context: click.Context, parameter: click.Parameter, incomplete: str) -> list[str]:
-    """Return the matching settings, such as `learning_rate=`, for shell completion.
-
-    The settings are read from base.yaml, without importing torch.
-    """
+    """Complete the name of a setting, such as `learning_rate=`, from base.yaml, without importing torch."""
     known = configs.flat(yaml.safe_load((configs.CONFIGS / "base.yaml").read_text()))
     return [f"{name}=" for name in ["name", *known] if name.startswith(incomplete)]
 
@@ -84,14 +81,14 @@ def train(
     train 2proc 'faults=[kill rank=1 step=3]'
     train my.yaml --devices 0,1,3
 
-    The command starts config.nprocs ranks on this machine. On GPUs, it starts one rank per GPU if nprocs is not set.
-    Under torchrun, or srun on Slurm, the command joins the existing world.
+    The command starts config.nprocs ranks on this machine, or one rank per GPU on GPUs if nprocs is not set. Under
+    torchrun or Slurm's srun, the command joins the existing world.
 
     On SIGTERM or SIGUSR1, the run saves a checkpoint after the current step and exits with code 75. The run exits
     immediately if there is nothing to save yet. The command `stop` also stops a run. To resume, rerun the command with
     resume=auto.
 
-    Under torchrun, the exit code is 0 instead of 75, because torchrun would restart the ranks after any other code. The
+    Under torchrun, the exit code is 0 instead of 75, because torchrun would restart the ranks after a nonzero code. The
     exit code is also 0 in a Slurm step after `stop`, because code 75 would requeue the job. result.json records the
     reason for the stop.
     """
@@ -106,7 +103,7 @@ def train(
 
 @dataclass(frozen=True)
 class DebugOptions:
-    """Options for debugging a run. Injected faults are part of the run's config."""
+    """Options of `train` for debugging, except faults, which are part of the run's config."""
 
     watch: float | None  # seconds in a collective after which all ranks are inspected
     check: bool  # whether each step is checked
@@ -168,8 +165,8 @@ def _train(
 def _placement(settings: "FaultyConfig", devices: str | None, *, is_chosen: bool, joins: bool) -> dict[str, Any]:
     """Make the selected GPUs visible to the ranks, and return the settings that depend on the number of GPUs.
 
-    `is_chosen` specifies whether a setting or torchrun has already determined the number of ranks, and `joins` whether
-    this process joins an existing world.
+    `is_chosen` is true if a setting or a launcher determines the number of ranks. `joins` is true if this process joins
+    an existing world.
     """
     from ddp_tutorial.processes.devices import VISIBLE, default_nprocs, visible_devices
     from ddp_tutorial.world import World
@@ -185,7 +182,7 @@ def _placement(settings: "FaultyConfig", devices: str | None, *, is_chosen: bool
 
 
 def _train_on_a_rank(world: "World", settings: "FaultyConfig", debug: DebugOptions) -> "TrainResult":
-    """Train on one rank, with a watchdog, checks and faults as configured. Collective.
+    """Train on this rank, with the configured watchdog, checks and faults. Collective.
 
     A failed check raises an error on all ranks in the same step. Like any other failure, the error is recorded in
     `failed.json` and in the logs. The last steps are checked before the run writes its result. Warnings are recorded in
@@ -217,7 +214,7 @@ def _train_on_a_rank(world: "World", settings: "FaultyConfig", debug: DebugOptio
 
 
 def _add_findings(run: "RunFolder", findings: "list[Finding]") -> None:
-    """Add the findings of the checks to `result.json`, unless the checks have aborted the run."""
+    """Add the findings of the checks to `result.json`."""
     from ddp_tutorial.files import write_json
 
     checks = [{"detector": each.detector, "ranks": each.ranks, "message": str(each)} for each in findings]
@@ -235,7 +232,7 @@ def _print_plan(settings: "FaultyConfig", layers: list[configs.Layer], as_json: 
 
 
 def _summary_line(run: Path, summary: dict[str, Any]) -> str:
-    """Return the result of a run as one line."""
+    """Describe the result of a run and, for a stopped run, how to resume."""
     from ddp_tutorial.ddp.config import LinkConfig
     from ddp_tutorial.ddp.link_model import LinkModel
     from ddp_tutorial.files import RUNS
