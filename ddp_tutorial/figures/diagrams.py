@@ -1,4 +1,4 @@
-"""Diagrams of processes, messages, buckets and data assignment."""
+"""Draw diagrams of processes, messages, buckets and the assignment of samples to ranks."""
 
 from collections.abc import Collection, Mapping, Sequence
 from itertools import cycle, pairwise
@@ -19,7 +19,7 @@ Tensors = Sequence[Sequence[int | None]]  # the numbers on each rank
 
 @styled
 def processes(parent: str, ranks: Sequence[str], between: str, title: str) -> Figure:
-    """Draw a launch's parent process, the ranks that it started, and the data that the ranks exchange."""
+    """Draw the parent process of a launch, its ranks, and the data that the ranks exchange."""
     figure, axes = plt.subplots(figsize=(8, 3.6))
     places = [(0.5 + i) / len(ranks) for i in range(len(ranks))]
     _box(axes, (0.5, 0.85), parent, BLUE)
@@ -72,7 +72,7 @@ def collectives(tensors: Mapping[str, tuple[Tensors, Tensors]], title: str) -> F
 
 
 def _chunk(axes: Axes, x: float, y: float, number: int | None, size: int) -> None:
-    """Draw a number in a square of its rank's color, or an empty square if there is no number."""
+    """Draw a square that contains a number, or an empty square if `number` is None."""
     place, side = (x - 0.45, y - 0.45), 0.9
     if number is None:
         axes.add_patch(Rectangle(place, side, side, fill=False, edgecolor="#cccccc", linewidth=0.8))
@@ -89,9 +89,8 @@ def chunks(rounds: Sequence[Sequence[Sequence[Collection[int]]]], title: str) ->
 
     `rounds[k][rank][chunk]` contains the ranks that have contributed to the chunk after k rounds.
 
-    A cell lists the contributing ranks. With more than 4 ranks, it shows the number of contributing ranks instead. A
-    chunk that has just been received has a thick frame, and a complete chunk is dark. The second row of panels shows
-    the all-gather.
+    A cell lists the contributing ranks, or shows their number if there are more than 4 ranks. A chunk that has just
+    been received has a thick frame, and a complete chunk is dark. The second row of panels shows the all-gather.
     """
     size = len(rounds[0])
     named = size <= 4
@@ -130,7 +129,7 @@ def chunks(rounds: Sequence[Sequence[Sequence[Collection[int]]]], title: str) ->
 def messages(sent: Mapping[str, Sequence["Message"]], size: int, title: str) -> Figure:
     """Draw each algorithm's messages as arrows from sender to receiver, in one panel per algorithm.
 
-    A thicker arrow represents more bytes. Each rank's label includes the total number of bytes that the rank sent.
+    A thicker arrow represents more bytes. Each rank's label contains the number of bytes that the rank sent.
     """
     figure, grid = plt.subplots(1, len(sent), figsize=(10, 0.9 + 0.62 * size), squeeze=False)
     most = max(message.nbytes for each in sent.values() for message in each)
@@ -157,9 +156,9 @@ def buckets(
 ) -> Figure:
     """Draw the gradients in each bucket.
 
-    Each layout is drawn as a row, each bucket as a frame, and each gradient as a bar. A bucket contains a (name, bytes)
-    pair for each gradient. `order` lists the gradients' names in the order in which the gradients become ready. Earlier
-    gradients are darker.
+    A row represents a layout, a frame represents a bucket, and a bar represents a gradient. A bucket contains a
+    (name, bytes) pair for each gradient. `order` lists the names of the gradients in the order in which the gradients
+    become ready. Earlier gradients are darker.
     """
     figure, axes = plt.subplots(figsize=(9, 0.9 + 0.8 * len(layouts)))
     gap = 0.012 * max(sum(nbytes for bucket in layout for _, nbytes in bucket) for layout in layouts.values())

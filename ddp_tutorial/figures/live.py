@@ -1,6 +1,6 @@
 """Sliders that select a figure in a running notebook.
 
-Without a running kernel, for example on the web page of the repository or the book, only the first figure is shown.
+Without a running kernel, for example on GitHub or in the book, a notebook shows only the first figure.
 """
 
 import base64
@@ -17,7 +17,7 @@ import ipywidgets as widgets  # noqa: E402
 
 
 class _Choice(widgets.VBox):  # type: ignore[misc]  # ipywidgets has no type annotations
-    """Sliders above a picture, which is the widget's last child."""
+    """A widget with sliders above a picture. The picture is the last child of the widget."""
 
     def _repr_mimebundle_(self, **kwargs: Any) -> Any:
         picture = base64.b64encode(self.children[-1].value).decode()
@@ -27,7 +27,7 @@ class _Choice(widgets.VBox):  # type: ignore[misc]  # ipywidgets has no type ann
 def explore(
     draw: Callable[..., Figure], *, start: Mapping[str, Any] | None = None, **choices: Sequence[Any]
 ) -> _Choice:
-    """Return a widget with one slider per argument in `choices`, above the figure for the selected values.
+    """Return a widget with one slider per argument in `choices`, and the figure for the selected values.
 
     If `draw` raises `ValueError`, the error message appears above the last figure.
 
@@ -37,7 +37,7 @@ def explore(
         choices: The values of each slider.
 
     Raises:
-        ValueError: If a value in `start` is not one of its slider's values.
+        ValueError: If `start` contains an unknown slider, or a value that the slider does not contain.
     """
     begin = {name: values[0] for name, values in choices.items()} | dict(start or {})
     for name, value in begin.items():

@@ -1,4 +1,4 @@
-"""Draw measurements, and re-export the other figures, so that all figures are available as `plots.NAME`."""
+"""Draw measurements, and re-export the figures in `diagrams`, `restart_plots` and `step_plots`."""
 
 import statistics
 from collections.abc import Callable, Mapping, Sequence
@@ -92,7 +92,7 @@ def bars(
     title: str,
     note: Callable[[float], str] = "{:,.0f}".format,
 ) -> Figure:
-    """Draw one horizontal bar per value, labeled with `note(value)`.
+    """Draw one horizontal bar per name, labeled with `note(value)`.
 
     If a bar represents several values, its length is their median, and a horizontal line spans their range.
     """
@@ -146,7 +146,7 @@ def _label_ends(axes: Axes, ends: Mapping[str, tuple[float, float]]) -> None:
     points = {name: place.transform(end) for name, end in ends.items()}
     names = sorted(points, key=lambda name: float(points[name][1]))  # from lowest to highest
     heights = [float(points[name][1]) for name in names]
-    for _ in range(200):  # move names that are too close to each other apart
+    for _ in range(200):  # separate names that are too close to each other
         for low, high in pairwise(range(len(names))):
             lacking = max(0.0, gap - (heights[high] - heights[low])) / 2
             heights[low], heights[high] = heights[low] - lacking, heights[high] + lacking
@@ -168,8 +168,8 @@ def measured_and_model(
 ) -> Figure:
     """Draw measured points, and a model's predictions as lines, on logarithmic scales.
 
-    The points (xs, ys) have xs in bytes and ys in seconds. `marks` contains the x values to mark with vertical lines,
-    by label.
+    A series is a pair (xs, ys), with xs in bytes and ys in seconds. `marks` maps labels to the x values of vertical
+    lines.
     """
     figure, axes = plt.subplots(figsize=(9, 4.2))
     for (name, (xs, ys)), color, marker in zip(measured.items(), cycle(COLORS), cycle("os^Dv")):
@@ -299,8 +299,8 @@ def repeats_and_medians(
 ) -> Figure:
     """Draw the value of each repeat as a point above the name of its group, and each median as a dash.
 
-    Within a group, the series are side by side, and each has its own median. A series' points are in repeat order. With
-    `from_zero`, the y-axis starts at 0, so that ratios of heights equal ratios of values.
+    Within a group, the series are drawn side by side, with one median per series. The points of a series are in the
+    order of the repeats. With `from_zero`, the y-axis starts at 0, so that ratios of heights equal ratios of values.
     """
     figure, axes = plt.subplots(figsize=(8.5, 3.8))
     places = list(dict.fromkeys(name for groups in series.values() for name in groups))

@@ -14,7 +14,7 @@ from ddp_tutorial.figures.style import BLUE, COLORS, DASHES, FAINT, GREEN, INK, 
 
 @styled
 def restart_levels(title: str) -> Figure:
-    """Draw Slurm, two agents, four workers, the checkpoint, and the restarts that each level performs."""
+    """Draw Slurm, two torchrun agents, four workers and the checkpoint, with the restarts at each level."""
     figure, axes = plt.subplots(figsize=(10, 4.6))
     boxes = [
         (
@@ -58,8 +58,8 @@ def attempts(
 ) -> Figure:
     """Draw the progress over time and the loss curve of a run that was killed and restarted.
 
-    `whole` contains the steps and losses of the uninterrupted run. `parts` contains the seconds, steps and losses of
-    each attempt, by name.
+    `whole` contains the steps and losses of the uninterrupted run. `parts` maps the name of each attempt to its
+    seconds, steps and losses.
     """
     figure, (left, right) = plt.subplots(1, 2, figsize=(10, 3.9))
     right.plot(*whole, color="#cccccc", linewidth=7, label="uninterrupted")
@@ -87,8 +87,8 @@ def goodput(
 ) -> Figure:
     """Draw each run's time shares as a stacked bar, and its predicted goodput as a marker.
 
-    `spent` contains, for each run, the seconds spent on each activity. The first activity counts as goodput. `models`
-    contains, for each performance model, the predicted goodput of each run.
+    `spent` contains each run's seconds by activity. The first activity counts as goodput. `models` maps the name of
+    each performance model to the predicted goodput of each run.
     """
     figure, axes = plt.subplots(figsize=(9, 4))
     bottom = [0.0] * len(labels)

@@ -48,7 +48,7 @@ _SET = {"learning_rate", "loss_scale"}
 
 @styled
 def draw_runs(folders: Sequence[Path], panels: Sequence[str], axis: Axis, window: int, compare: bool) -> Figure:
-    """Draw a grid with one row per panel, and with one column per run or a single column for all runs.
+    """Draw a grid of plots with one row per panel, and one column per run or a single column for all runs.
 
     Args:
         folders: The run folders.
@@ -199,7 +199,7 @@ def _title(figure: Figure, grid: Any, summaries: Sequence[Summary], compare: boo
 
 
 def _differences(summaries: Sequence[Summary]) -> str:
-    """Return a sentence that lists the settings that differ between the runs, with their values in run order."""
+    """List the settings that differ between the runs, and their values in run order, as one sentence."""
     settings = [
         f"{name} ({', '.join(dict.fromkeys(map(_format_value, v)))})"
         for name, v in differing_settings(summaries).items()
@@ -216,7 +216,7 @@ def _format_value(value: object) -> str:
 def _legend(figure: Figure, summaries: Sequence[Summary], compare: bool, with_losses: bool) -> None:
     """Add a legend below all panels, with one entry per run.
 
-    If at most two settings differ between runs, the entries include them.
+    If at most two settings differ between the runs, each entry contains their values.
     """
     handles: list[Line2D] = []
     if compare:

@@ -22,7 +22,7 @@ def schedules(plans: Mapping[str, Sequence[Sequence["Timed"]]], title: str, xlab
 
     All panels share one time axis. In each panel, the first action starts at time zero. A box contains the index of its
     micro-batch. If a rank runs several stages, all stages except the first have lighter colors. White areas are idle
-    time. Actions of kind "W", in schedules that split the backward pass, compute only the gradients of weights.
+    time. In schedules that split the backward pass, actions of kind "W" compute only the gradients of the weights.
     """
     heights = [len(ranks) for ranks in plans.values()]
     size = (10, 0.9 + sum(0.45 + 0.34 * height for height in heights))

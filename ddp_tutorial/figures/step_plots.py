@@ -1,4 +1,4 @@
-"""Timelines of steps and processes, and the step time as a function of one setting."""
+"""Draw timelines of steps and processes, and the step time as a function of one setting."""
 
 import statistics
 from collections.abc import Mapping, Sequence
@@ -42,7 +42,7 @@ _BACKGROUND = "#e4e4e4"  # behind both lanes during the backward pass
 
 @styled
 def swimlane(spans: Sequence["Span"], title: str) -> Figure:
-    """Draw each process's spans as bars, with one lane per process. Time zero is the earliest start."""
+    """Draw each process's spans as bars, with one lane per process. Time zero is the start of the earliest span."""
     lanes = list(dict.fromkeys(span.lane for span in spans))
     names = list(dict.fromkeys(span.name for span in spans))
     looks = {name: (COLORS[i % len(COLORS)], HATCHES[i % len(HATCHES)]) for i, name in enumerate(names)}
@@ -146,7 +146,7 @@ def sweeps(
 
     A point marks the fastest measurement at each x value, and a vertical line extends from the point to the median. A
     curve shows the model. The minima of the measurements and of the model are marked. Each panel's title contains the x
-    values of both minima. `measured` contains, for each panel, the x values, and several measurements per x value.
+    values of both minima. `measured` maps the name of each panel to x values and several measurements per x value.
     """
     figure, grid = plt.subplots(1, len(measured), figsize=(10, 3.9), squeeze=False)
     for axes, (name, (xs, several)) in zip(grid[0], measured.items(), strict=True):

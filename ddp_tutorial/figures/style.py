@@ -1,4 +1,4 @@
-"""The style of all figures, legible in grayscale and for color-blind readers.
+"""Define a style for all figures that is legible in grayscale and for color-blind readers.
 
 Each series has a color from the Okabe-Ito palette and its own dash, marker or hatch.
 """

@@ -1,8 +1,7 @@
 """Show the losses, the throughput and each rank's resources while a run is in progress.
 
 This module imports matplotlib, but not torch. All data comes from the run's folder, so any process that can read this
-folder can watch the run. The process can be the notebook that started the run, a different notebook, or a process on a
-machine that shares the disk.
+folder can watch the run, for example a different notebook, or a process on a different machine.
 """
 
 import time
@@ -24,8 +23,8 @@ from ddp_tutorial.runs.summaries import Row, Summary, finite_number, numbers_of_
 def watch(run: str | Path, *, seconds: float = float("inf"), every: float = 1.0) -> None:
     """Show a run in a notebook and refresh the picture while the run is in progress.
 
-    The function returns when the run has exited, or when `seconds` seconds have passed. Interrupting the cell does not
-    affect the run. The last picture remains in the notebook.
+    `watch` returns when the run exits, or after `seconds` seconds. Interrupting the cell does not affect the run. The
+    last picture remains in the notebook.
 
     Args:
         run: The run's folder.
@@ -113,7 +112,7 @@ def _memory(axes: Axes, rows: Sequence[Row]) -> None:
 
 
 def _phases(axes: Axes, rows: Sequence[Row]) -> None:
-    """Draw one bar per rank. "grads" is omitted because it contains "forward", "backward" and "finish"."""
+    """Draw one bar per rank. The phase "grads" is omitted: its parts are "forward", "backward" and "finish"."""
     latest = [row["ranks"] for row in rows if "ranks" in row][-1:]
     phases = {name: each for name, each in seconds_of_ranks(latest).items() if name != "grads" and ": " not in name}
     ranks = len(next(iter(phases.values()), ()))
