@@ -1,8 +1,8 @@
 """Write batch scripts for Slurm, and submit them.
 
-The script is plain text that users can read, edit and submit by hand. It uses only documented features of Slurm.
-Libraries such as submitit (1.5) also write scripts and requeue jobs, but their jobs load a pickled function. This
-package's jobs run a command that saves checkpoints and resumes from them.
+The script is plain text that users can read, edit and submit by hand. The script uses only documented features of
+Slurm. Libraries such as submitit (1.5) also write scripts and requeue jobs, but their jobs load a pickled function.
+This package's jobs run a command that saves checkpoints and resumes from them.
 
 A job can be interrupted in these ways:
 

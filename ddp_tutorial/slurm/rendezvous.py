@@ -1,7 +1,7 @@
 """Connect the ranks of a Slurm step through a free port, which rank 0 publishes in a private file.
 
 Slurm provides the node names, but no port. A port computed from the job ID may already be in use, and every user of the
-cluster can compute it. Instead, rank 0 listens on a port that the operating system chooses, and writes its host, its
+cluster can compute it. Instead, rank 0 listens on a port that the operating system chooses. Rank 0 writes its host, its
 port and a nonce to `runs/.rendezvous/CLUSTER-JOB.RESTART.STEP`. The folder has mode 0700, and the file has mode 0600.
 The other ranks wait for that file, connect, and compare the nonce, so they never use an earlier job's store.
 
