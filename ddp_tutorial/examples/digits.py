@@ -27,7 +27,7 @@ DATA = PROJECT / "data" / "digits"
 
 
 class Options(TrainConfig):
-    """`TrainConfig` with the additional setting `nprocs` and some different defaults."""
+    """`TrainConfig` with the additional setting `nprocs` and different defaults."""
 
     steps: int = 200
     eval_samples: int = 360
@@ -47,7 +47,7 @@ class Net(nn.Sequential):
 
 
 def images(part: str) -> TensorDataset:
-    """Return a dataset of the `train` or `validation` split, with images [1, 8, 8] (values from 0 to 1) and digits."""
+    """Return the `train` or `validation` split. A sample is an image [1, 8, 8], with values from 0 to 1, and a digit."""
     table = pyarrow.parquet.read_table(DATA / f"{part}.parquet")
     pixels = torch.tensor(table["pixels"].to_pylist()).view(-1, 1, 8, 8) / 16
     return TensorDataset(pixels, torch.tensor(table["digit"].to_pylist()))

@@ -1,4 +1,4 @@
-"""Train a causal language model from Hugging Face `transformers` on padded texts, and weight each token equally.
+"""Train a causal language model from Hugging Face `transformers` on padded texts, with equal weights for all tokens.
 
     pip install 'ddp-tutorial[examples]'
     python -m ddp_tutorial.examples.finetune                                  # starts two ranks
@@ -28,7 +28,7 @@ PADDING, IGNORED = 256, -100  # a token that is not a byte, and the label that t
 
 
 class Options(TrainConfig):
-    """`TrainConfig` with the additional setting `nprocs` and some different defaults."""
+    """`TrainConfig` with the additional setting `nprocs` and different defaults."""
 
     steps: int = 60
     eval_every: int = 30
@@ -52,7 +52,7 @@ def texts() -> list[bytes]:
 
 
 def collate(rows: list[bytes]) -> dict[str, torch.Tensor]:
-    """Return tokens, attention mask and labels, padded to the longest text. Padded labels are `IGNORED`."""
+    """Return the tokens, the attention mask and the labels, padded to the longest text. Padded labels are `IGNORED`."""
     tokens = [torch.tensor(list(row)) for row in rows]
     labels = pad_sequence(tokens, batch_first=True, padding_value=IGNORED)
     mask = (labels != IGNORED).long()
@@ -62,7 +62,7 @@ def collate(rows: list[bytes]) -> dict[str, torch.Tensor]:
 def loss(model: nn.Module, batch: dict[str, torch.Tensor]) -> tuple[Any, ...]:
     """Return the summed loss, the number of tokens, and the accuracy as a (sum, count) pair.
 
-    Per-rank means would weight tokens in short texts more heavily.
+    Averaging per-rank means would give tokens in short texts larger weights.
     """
     logits = model(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"]).logits[:, :-1]
     targets = batch["labels"][:, 1:]  # predict each token from the previous ones
