@@ -1,8 +1,8 @@
 """Learn and practice PyTorch distributed data-parallel training with several processes, on any machine.
 
-This module exports the names that a training script needs. `__init__.pyi` lists these names. Each name is imported on
-first use. Therefore, a rank that needs only `launch` does not load plotting libraries. Commands that only read logs do
-not load torch.
+This module exports the names that a training script needs. `__init__.pyi` lists these names. Names are imported on
+first use, so a rank that needs only `launch` does not load plotting libraries. Commands that only read logs do not load
+torch.
 """
 
 from typing import Any
@@ -29,7 +29,7 @@ def load_ipython_extension(shell: Any) -> None:
 
 
 def unload_ipython_extension(shell: Any) -> None:
-    """When `%unload_ext ddp_tutorial` runs, stop the ranks that `%ranks start` started."""
+    """Stop the ranks of `%ranks start` when `%unload_ext ddp_tutorial` runs."""
     from ddp_tutorial.live.magics import unload
 
     unload(shell)
