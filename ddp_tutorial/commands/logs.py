@@ -33,7 +33,7 @@ _open = click.option("-e", "--open", "opens", is_flag=True, help="Open the figur
 
 
 def _chosen(names: tuple[str, ...], everything: bool) -> list[Path]:
-    """Return the folders of the named runs without duplicates, or of the newest run or all runs if `names` is empty.
+    """Return the folders of the named runs. Without names, return the newest run, or all runs if `everything` is true.
 
     Paths that exist but are not runs are skipped with a message, because `runs/*` also matches figures, caches and
     sweeps.
@@ -159,8 +159,8 @@ _BASELINE = "Baseline for the throughput.  [default: among runs with the same wo
 def summary(runs: tuple[str, ...], everything: bool, form: str, baseline: str | None) -> None:
     """Summarize runs, by default the newest run.
 
-    A summary contains settings, result, losses, throughput, time by phase, memory and checkpoints. In the formats md,
-    csv and json, the summaries also contain each run's speedup and efficiency relative to the baseline.
+    A summary contains the settings, result, losses, throughput, time by phase, memory and checkpoints. In the formats
+    md, csv and json, the summaries also contain each run's speedup and efficiency relative to the baseline.
     """
     from ddp_tutorial.runs.summaries import summarize
 

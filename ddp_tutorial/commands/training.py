@@ -81,8 +81,8 @@ def train(
     train 2proc 'faults=[kill rank=1 step=3]'
     train my.yaml --devices 0,1,3
 
-    The command starts config.nprocs ranks on this machine, or one rank per GPU on GPUs if nprocs is not set. Under
-    torchrun or Slurm's srun, the command joins the existing world.
+    The command starts config.nprocs ranks on this machine. If nprocs is not set, a run on GPUs starts one rank per GPU.
+    Under torchrun or Slurm's srun, the command joins the existing world.
 
     On SIGTERM or SIGUSR1, the run saves a checkpoint after the current step and exits with code 75. The run exits
     immediately if there is nothing to save yet. The command `stop` also stops a run. To resume, rerun the command with

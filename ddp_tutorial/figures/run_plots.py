@@ -199,7 +199,7 @@ def _title(figure: Figure, grid: Any, summaries: Sequence[Summary], compare: boo
 
 
 def _differences(summaries: Sequence[Summary]) -> str:
-    """List the settings that differ between the runs, and their values in run order, as one sentence."""
+    """Return a sentence with the settings that differ between the runs, and their values in run order."""
     settings = [
         f"{name} ({', '.join(dict.fromkeys(map(_format_value, v)))})"
         for name, v in differing_settings(summaries).items()

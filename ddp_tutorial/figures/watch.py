@@ -1,7 +1,7 @@
 """Show the losses, the throughput and each rank's resources while a run is in progress.
 
-This module imports matplotlib, but not torch. All data comes from the run's folder, so any process that can read this
-folder can watch the run, for example a different notebook, or a process on a different machine.
+This module imports matplotlib, but not torch. All data comes from the run's folder. Therefore, any process that can
+read this folder can watch the run, for example a different notebook.
 """
 
 import time
@@ -112,7 +112,7 @@ def _memory(axes: Axes, rows: Sequence[Row]) -> None:
 
 
 def _phases(axes: Axes, rows: Sequence[Row]) -> None:
-    """Draw one bar per rank. The phase "grads" is omitted: its parts are "forward", "backward" and "finish"."""
+    """Draw one bar per rank. The phase "grads" is omitted, because the bar contains its parts."""
     latest = [row["ranks"] for row in rows if "ranks" in row][-1:]
     phases = {name: each for name, each in seconds_of_ranks(latest).items() if name != "grads" and ": " not in name}
     ranks = len(next(iter(phases.values()), ()))

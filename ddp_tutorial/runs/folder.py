@@ -57,7 +57,7 @@ class RunFolder:
 
     @property
     def stop_request(self) -> Path:
-        """The file that requests a stop, with the content "stop" or "save". Handling the request removes the file."""
+        """The file that requests a stop, with the content "stop" or "save". The run removes the file when it stops."""
         return self.path / "stop"
 
     @property

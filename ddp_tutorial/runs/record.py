@@ -149,8 +149,8 @@ class RunRecord:
     ) -> None:
         """Create the record of a run. No file is opened yet.
 
-        `unit` and `events` are passed to `StepLog`, and the memory limits to `Usage`. If the package `tensorboardX` is
-        not installed, a warning is logged instead of events.
+        `unit` and `events` configure `StepLog`, and the memory limits configure `Usage`. If the package `tensorboardX`
+        is not installed, a warning is logged instead of events.
         """
         self.world, self.folder, self.config = world, folder, config
         self._lacks_package = events and find_spec("tensorboardX") is None

@@ -55,7 +55,7 @@ def different_work(run: Summary, baseline: Summary) -> list[str]:
 
 
 def not_comparable(summaries: Sequence[Summary], baseline: Summary) -> str | None:
-    """List the runs whose work differs from the baseline's work in one sentence. Return None if no run differs."""
+    """Return a message that lists the runs whose work differs from the baseline's, or None if no run differs."""
     others = {run.path: names for run in summaries if (names := different_work(run, baseline))}
     if not others:
         return None

@@ -371,7 +371,7 @@ def straggler(seconds: Mapping[str, Sequence[float]]) -> dict[str, Any] | None:
     """Return the rank that the other ranks wait for, or None if there is no such rank.
 
     The time that a rank spends on its own work is compared with the median over the other ranks. `seconds` contains
-    each rank's time by phase. A result is, for example, `{"rank": 1, "phase": "data", "times": 1.8, "seconds": 4.2}`.
+    each rank's time by phase. The result is, for example, `{"rank": 1, "phase": "data", "times": 1.8, "seconds": 4.2}`.
     """
     worst: dict[str, Any] | None = None
     measured = sum(statistics.median(each) for name, each in seconds.items() if name in {"data", "grads", "update"})

@@ -58,7 +58,7 @@ def _init_method(environ: Mapping[str, str], first_node: str) -> str:
 def has_gpu_per_task(environ: Mapping[str, str], local_size: int) -> bool:
     """Return whether Slurm allocated at least one GPU per task on the node, as with `srun --gpus-per-task=1`.
 
-    With such an allocation, a task that sees fewer GPUs than the node has tasks sees only its own GPUs.
+    If a task of such a step sees fewer GPUs than there are tasks on the node, all visible GPUs belong to the task.
     """
     if "SLURM_STEP_ID" not in environ:
         return False
