@@ -39,7 +39,7 @@ def _configs(context: click.Context, parameter: click.Parameter, incomplete: str
 
 
 def _settings(context: click.Context, parameter: click.Parameter, incomplete: str) -> list[str]:
-    """Complete the name of a setting, such as `learning_rate=`, from base.yaml, without importing torch."""
+    """Complete the name of a setting in base.yaml, such as `learning_rate=`, without importing torch."""
     known = configs.flat(yaml.safe_load((configs.CONFIGS / "base.yaml").read_text()))
     return [f"{name}=" for name in ["name", *known] if name.startswith(incomplete)]
 
@@ -89,8 +89,8 @@ def train(
     resume=auto.
 
     Under torchrun, the exit code is 0 instead of 75, because torchrun would restart the ranks after a nonzero code. The
-    exit code is also 0 in a Slurm step after `stop`, because code 75 would requeue the job. result.json records the
-    reason for the stop.
+    exit code is also 0 in a Slurm step after `stop`, because code 75 would requeue the job. The file result.json
+    records the reason for the stop.
     """
     if debug:
         from ddp_tutorial.processes.debug_variables import set_variables
@@ -232,7 +232,7 @@ def _print_plan(settings: "FaultyConfig", layers: list[configs.Layer], as_json: 
 
 
 def _summary_line(run: Path, summary: dict[str, Any]) -> str:
-    """Describe the result of a run and, for a stopped run, how to resume."""
+    """Return a run's result as text, with the setting that resumes a stopped run."""
     from ddp_tutorial.ddp.config import LinkConfig
     from ddp_tutorial.ddp.link_model import LinkModel
     from ddp_tutorial.files import RUNS

@@ -49,7 +49,7 @@ class Usage:
     def __init__(self, world: World, limit_mb: float = 0, gpu_limit_mb: float = 0) -> None:
         """Create a tracker with zero usage.
 
-        The rank logs a warning if its resident memory or its reserved GPU memory exceeds a limit. 0 disables a limit.
+        The rank logs a warning if its resident memory or reserved GPU memory exceeds a nonzero limit.
         """
         self.world, self.limit_mb, self.gpu_limit_mb = world, limit_mb, gpu_limit_mb
         self._process = psutil.Process()

@@ -82,7 +82,7 @@ def parse_time(time: str) -> int:
     """Convert a time limit, such as "90min", "1d12h", "1:30:00" or "1-12:00:00", to seconds.
 
     Raises:
-        ConfigError: If the time is invalid or, like Slurm's "90" and "90:00", ambiguous.
+        ConfigError: If the time is invalid or ambiguous, such as Slurm's "90" and "90:00".
     """
     match = re.fullmatch(_UNITS, time) or re.fullmatch(_CLOCK, time)
     days, hours, minutes, seconds = (int(part or 0) for part in match.groups()) if match else (0, 0, 0, 0)

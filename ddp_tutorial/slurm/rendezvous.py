@@ -37,7 +37,7 @@ def slurm_address(host: str, cluster: str, job: int, restarts: int, step: int) -
 
 
 def _rendezvous(url: str, timeout: timedelta, **_: Any) -> Iterator[tuple[dist.Store, int, int]]:
-    """Yield the step's store, the rank and the world size, as torch's rendezvous handlers do. Collective."""
+    """Yield the step's store, the rank and the world size, like torch's rendezvous handlers. Collective."""
     address, query = urlsplit(url), parse_qs(urlsplit(url).query)
     rank, size = int(query["rank"][0]), int(query["world_size"][0])
     host, path = address.hostname or "localhost", FOLDER / address.path.lstrip("/")
@@ -66,7 +66,7 @@ def _connect(path: Path, timeout: timedelta) -> dist.Store:
     """Connect to the store whose address rank 0 writes to `path`.
 
     Raises:
-        ConfigError: If another user owns the folder or may access it.
+        ConfigError: If a different user owns or can access the folder.
         RuntimeError: If rank 0 does not write the file within `timeout`.
     """
     deadline = time.monotonic() + timeout.total_seconds()
@@ -86,7 +86,7 @@ def _connect(path: Path, timeout: timedelta) -> dist.Store:
 
 
 def _require_private(folder: Path) -> None:
-    """Raise `ConfigError` if another user owns the folder or may access it."""
+    """Raise `ConfigError` if a different user owns or can access the folder."""
     found = folder.stat()
     if found.st_uid != os.getuid() or stat.S_IMODE(found.st_mode) & 0o077:
         raise ConfigError(
