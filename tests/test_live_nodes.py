@@ -1,5 +1,5 @@
-"""Live ranks on emulated hosts: they use a link of a known rate, survive the same failures as local ranks, and leave no
-network.
+"""Live ranks on simulated hosts: they use a link of a known rate, survive the same failures as local ranks, and leave
+no network.
 """
 
 import os

@@ -1,4 +1,4 @@
-"""Run commands on emulated hosts on this machine."""
+"""Run commands on simulated hosts on this machine."""
 
 import os
 import sys
@@ -11,7 +11,7 @@ from ddp_tutorial.config import FailedError
 
 @click.group()
 def cluster() -> None:
-    """Run commands on emulated hosts on this machine, with a real network stack. Requires Linux."""
+    """Run commands on simulated hosts on this machine, with a real network stack. Requires Linux."""
 
 
 @cluster.command(context_settings={"ignore_unknown_options": True})

@@ -1,4 +1,4 @@
-"""Start the ranks of a pool on this machine or on the hosts of an emulated cluster.
+"""Start the ranks of a pool on this machine or on the hosts of a simulated cluster.
 
 With either backend, the pool communicates with the ranks through pipes. A backend starts the processes, provides the
 rendezvous port, and maps each rank to a host.

@@ -57,7 +57,7 @@ class RankMagics(Magics):
         %ranks start -n 2      Start two ranks in place of the current ranks. More options:
                [--threads 1] [--device cpu] [--backend gloo] [--wait-timeout 10]
                [--nodes 2 [--rate 1gbit] [--delay 0.5ms]]
-                               Run half of the ranks on each of two emulated hosts. --rate and --delay apply to the
+                               Run half of the ranks on each of two simulated hosts. --rate and --delay apply to the
                                link between the hosts (Linux; see ddp_tutorial.cluster).
         %ranks status          Show the state and the location of each rank.
         %ranks restart [--all] Restart the dead ranks. With --all, or if no rank is dead, restart all ranks.
