@@ -24,7 +24,7 @@ def all_reduce_sum(world: World, tensor: torch.Tensor) -> torch.Tensor:
     """Return the sum of `tensor` over all ranks. Collective. The input is not changed."""
     require_group(world)
     summed = tensor.detach().clone()
-    if summed.layout == torch.strided:  # gloo adds memory, whose order differs between ranks if the strides differ
+    if summed.layout == torch.strided:  # gloo sums memory in storage order, which depends on the strides
         summed = summed.contiguous()
     if world.size > 1:
         dist.all_reduce(summed)
@@ -34,16 +34,16 @@ def all_reduce_sum(world: World, tensor: torch.Tensor) -> torch.Tensor:
 def all_reduce_mean(world: World, tensor: torch.Tensor) -> torch.Tensor:
     """Return the mean of `tensor` over all ranks. Collective.
 
-    The result is the mean over samples only if all ranks process the same number of samples. For losses, reduce sums
-    and counts with `all_reduce_sum` and divide once.
+    The result is the mean over samples only if all ranks process the same number of samples. To average a loss,
+    all-reduce its sum and the sample count with `all_reduce_sum`, and then divide.
     """
     return all_reduce_sum(world, tensor) / world.size
 
 
 def to_vector(values: Sequence[float | torch.Tensor], device: torch.device) -> torch.Tensor:
-    """Return the values as one float64 tensor.
+    """Return `values` as a 1-D float64 tensor on `device`.
 
-    On a GPU, kernels write the Python numbers, because a copy from the CPU would wait for all kernels in the stream.
+    On a GPU, kernels write the Python numbers, because a copy from the CPU would block until all queued kernels finish.
     """
     if device.type == "cpu":
         return torch.tensor([float(value) for value in values], dtype=torch.float64)
@@ -76,10 +76,10 @@ def all_gather(world: World, obj: T) -> list[T]:
 
 
 def to_rank_zero(world: World, obj: T) -> list[T]:
-    """On rank 0, return a list of one object from each rank, in rank order. Collective.
+    """Gather one object from each rank, and return the list in rank order on rank 0. Collective.
 
-    On the other ranks, the function returns an empty list. The objects must be picklable. Each object is padded to the
-    size of the largest object.
+    Return an empty list on all other ranks. The objects must be picklable, and are padded to the size of the largest
+    object.
     """
     require_group(world)
     if world.size == 1:
@@ -102,8 +102,8 @@ def from_rank_zero(world: World, obj: T) -> T:
 def decide_on_rank_zero(world: World, decide: Callable[[], T]) -> T:
     """Call `decide` on rank 0 and return its result on every rank. Collective.
 
-    Use this function for any decision that depends on files, because nodes may not share a disk. If `decide` raises an
-    exception, every rank raises that exception. If the exception cannot be pickled, the other ranks raise
+    Use this function for any decision that depends on files, because nodes might not share a disk. If `decide` raises
+    an exception, every rank raises that exception. If the exception cannot be pickled, the other ranks raise
     `RankZeroFailedError` instead.
     """
     result: T | None = None
@@ -123,8 +123,8 @@ def run_on_all_ranks(world: World, function: Callable[[], T], error_type: type[E
     """Call `function` on every rank, and return its result if the call succeeds on all ranks. Collective.
 
     Raises:
-        error_type: On all ranks, if `function` raises an exception on any rank. The message lists the ranks and their
-            errors.
+        error_type: On all ranks, if `function` raises an exception on any rank. The message contains the error of each
+            failed rank.
     """
     result: T | None = None
     problem: str | None = None
@@ -155,7 +155,7 @@ def _picklable(error: Exception) -> Exception:
 def broadcast_tensors(world: World, tensors: Sequence[torch.Tensor]) -> None:
     """Replace the values of `tensors` with rank 0's values, in place. Collective.
 
-    Tensors of the same dtype on the same device are broadcast together.
+    Tensors with the same dtype and device are broadcast together.
     """
     require_group(world)
     if world.size == 1:
@@ -176,14 +176,14 @@ def copy_from_flat(flat: torch.Tensor, tensors: Sequence[torch.Tensor]) -> None:
 
 
 class RankZeroFailedError(FailedError):
-    """Raised if rank 0 failed while this rank was waiting for rank 0. The message contains rank 0's exception."""
+    """Raised if rank 0 fails while the other ranks wait for rank 0. The message contains rank 0's exception."""
 
 
 @contextmanager
 def rank_zero_first(world: World) -> Iterator[None]:
     """Run the block on rank 0, and then on the other ranks. Collective.
 
-    The other ranks can use a cache that rank 0 has built. Rank 0 does not wait for the other ranks to finish the block.
+    For example, rank 0 can build a cache that the other ranks read. Rank 0 does not wait for the other ranks.
 
     Raises:
         RankZeroFailedError: On the other ranks, if the block raises an exception on rank 0.
@@ -205,7 +205,7 @@ def rank_zero_first(world: World) -> Iterator[None]:
 def assert_same(world: World, tensors: Mapping[str, torch.Tensor], what: str = "tensor") -> None:
     """Raise an error on every rank if the tensors are not bitwise identical on all ranks. Collective.
 
-    The names, order, shapes, and dtypes must also be the same on all ranks. Error messages call a tensor `what`.
+    The names, order, shapes, and dtypes must also match. Error messages use the word `what` for a tensor.
 
     Raises:
         RuntimeError: If the tensors or their order differ between ranks.
@@ -214,7 +214,7 @@ def assert_same(world: World, tensors: Mapping[str, torch.Tensor], what: str = "
     digests = all_gather(world, {name: digest({name: tensor}) for name, tensor in tensors.items()})
     if not any(digests):
         raise ValueError(f"assert_same requires at least one {what} to compare, got none")
-    if all(list(each.items()) == list(digests[0].items()) for each in digests):  # == of dicts ignores the order
+    if all(list(each.items()) == list(digests[0].items()) for each in digests):  # dict comparison ignores the order
         return
     if found := first_difference(digests):
         raise RuntimeError(f"{what} {found[0]!r} is not the same on all ranks: {found[1]}")
@@ -224,7 +224,7 @@ def assert_same(world: World, tensors: Mapping[str, torch.Tensor], what: str = "
 def first_difference(of_ranks: Sequence[Mapping[str, object]], first: int = 0) -> tuple[str, str] | None:
     """Return the name and a description of the first value that differs between ranks, or None if no value differs.
 
-    `first` is the rank of `of_ranks[0]`.
+    `first` is the rank that provided `of_ranks[0]`.
     """
     for name in dict.fromkeys(name for each in of_ranks for name in each):
         others = [rank for rank, each in enumerate(of_ranks, first) if each.get(name) != of_ranks[0].get(name)]

@@ -1,13 +1,13 @@
 """Load YAML files into frozen, typed objects. Error messages include an example of a valid value.
 
+A file takes precedence over the file that it extends, and `overrides` take precedence over both files. Loading never
+executes code, because YAML is read with a safe loader. Example:
+
     # my.yaml
     extends: base            # a file in the same folder, or the name of a config in the package
     steps: 300
 
     config = load("my.yaml", TaskConfig, overrides=["model.layers=4"])
-
-A file takes precedence over the file that it extends, and `overrides` take precedence over both files. Loading never
-executes code, because YAML is read with a safe loader. Only the fields that the class declares are accepted.
 """
 
 import difflib
@@ -27,11 +27,11 @@ BASE = CONFIGS / "base.yaml"  # contains all settings with their defaults
 
 
 class ConfigError(ValueError):
-    """Raised for an invalid config or environment. The message is a single line, written for the user."""
+    """Raised if a setting, an argument, or an environment variable is invalid. The message is one line for the user."""
 
 
 class MissingPackageError(ConfigError, ImportError):
-    """Raised if an optional package that a feature requires is not installed."""
+    """Raised if a feature requires an optional package that is not installed."""
 
 
 def require_package(name: str, extra: str) -> None:
@@ -53,8 +53,8 @@ class Config(BaseModel):
     """Base class of all configs. Configs are frozen, and reject unknown keys and implicit type conversions.
 
     Attributes:
-        alternatives: Pairs of settings that specify the same quantity, such as `steps` and `num_epochs`. If a layer
-            sets one setting of a pair, the other setting is discarded from previous layers.
+        alternatives: Pairs of settings that specify the same quantity, such as `steps` and `num_epochs`. If a file or
+            an override sets one setting of a pair, earlier values of the other setting are discarded.
     """
 
     alternatives: ClassVar[tuple[tuple[str, str], ...]] = ()
@@ -62,9 +62,9 @@ class Config(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
 
     def model_copy(self, *, update: Mapping[str, Any] | None = None, deep: bool = False) -> Self:
-        """Return a copy with the settings in `update` applied and validated.
+        """Return a copy of the config that is updated with the settings in `update` and validated.
 
-        Pydantic's own `model_copy` does not validate, so it would accept the misspelled setting `nproc`.
+        Pydantic's own `model_copy` does not validate `update`, so it would accept a misspelled setting such as `nproc`.
 
         Raises:
             ConfigError: If a setting is unknown or invalid.
@@ -85,7 +85,7 @@ Layer = tuple[str, dict[str, Any]]  # (the file name or COMMAND_LINE, the settin
 
 
 def load(source: str | Path, cls: type[SomeConfig], overrides: Iterable[str] = ()) -> SomeConfig:
-    """Read a config file and validate it. `source` is a path, or the name of a config in `configs/`.
+    """Read and validate a config file. `source` is the path of a YAML file, or the name of a config in `configs/`.
 
     Raises:
         ConfigError: If a file is missing or malformed, `extends` is circular, an override is not of the form
@@ -95,30 +95,30 @@ def load(source: str | Path, cls: type[SomeConfig], overrides: Iterable[str] = (
 
 
 def from_arguments(cls: type[SomeConfig], arguments: Iterable[str]) -> SomeConfig:
-    """Return the defaults of `cls` with `key=value` arguments applied.
+    """Return a config of type `cls`, with defaults for all settings that the `key=value` arguments do not set.
 
     Raises:
-        ConfigError: If an argument is invalid; see `load`.
+        ConfigError: If an argument is not of the form `key=value`, or a setting is unknown or invalid.
     """
     return _validated(cls, [(COMMAND_LINE, _override(argument)) for argument in arguments])
 
 
 def load_with(source: str | Path, cls: type[SomeConfig], values: Mapping[str, Any], origin: str) -> SomeConfig:
-    """Read a config file as `load` does, and override its settings with `values`.
+    """Read a config file, override its settings with `values`, and validate the result.
 
-    Error messages about `values` contain `origin`.
+    Error messages about a setting in `values` start with `origin`.
     """
     return _validated(cls, [*layers(source), (origin, dict(values))])
 
 
 def layers(source: str | Path, overrides: Iterable[str] = ()) -> list[Layer]:
-    """Return each file's settings, from the base config to `source`, followed by the overrides."""
+    """Return the settings of each file, from the base config to `source`, and then of each override."""
     files = [(path.name, values) for path, values in _read(find_config(source), seen=())]
     return [*files, *((COMMAND_LINE, _override(override)) for override in overrides)]
 
 
 def is_chosen(name: str, source: str | Path, overrides: Iterable[str] = ()) -> bool:
-    """Return whether an override or a file other than the package's base config sets `name`.
+    """Return whether the setting `name` is set by an override, or by a file other than the package's base config.
 
     The base config contains only the defaults, so its settings do not count as chosen.
     """
@@ -127,7 +127,7 @@ def is_chosen(name: str, source: str | Path, overrides: Iterable[str] = ()) -> b
 
 
 def merged(layers: Iterable[Layer], alternatives: Iterable[tuple[str, str]] = ()) -> dict[str, Any]:
-    """Merge the layers. A later setting overrides the same setting and its `alternatives` in previous layers."""
+    """Merge the layers. A setting overrides the same setting and its `alternatives` in earlier layers."""
     both_ways = [*alternatives, *((other, one) for one, other in alternatives)]
     values: dict[str, Any] = {}
     for _, above in layers:
@@ -156,11 +156,6 @@ def check(cls: type[SomeConfig], values: Mapping[str, Any], origin: str) -> Some
 
 
 def _validated(cls: type[SomeConfig], layers: Sequence[Layer]) -> SomeConfig:
-    """Validate the merged layers.
-
-    Raises:
-        ConfigError: If a value is invalid. The message is one line that starts with the origin of the invalid setting.
-    """
     try:
         return cls.model_validate(merged(layers, cls.alternatives))
     except ValidationError as error:
@@ -170,7 +165,7 @@ def _validated(cls: type[SomeConfig], layers: Sequence[Layer]) -> SomeConfig:
 
 
 def _origin(layers: Sequence[Layer], error: ErrorDetails) -> str:
-    """Return the origin of the last layer that contains the invalid setting, or the last file if no layer does."""
+    """Return the origin of the last layer that contains the invalid setting, or of the last file if there is none."""
     place = ".".join(map(str, error["loc"]))
     groups = [[place]] if place else []
     if error["type"] == "value_error":  # raised by a validator of several settings; the message contains their names
@@ -184,7 +179,7 @@ def _origin(layers: Sequence[Layer], error: ErrorDetails) -> str:
 
 
 def _overlap(one: str, other: str) -> bool:
-    """Return whether two dotted names are the same, or one name is a prefix of the other."""
+    """Return whether two dotted names are equal, or one name is a prefix of the other."""
     return f"{one}.".startswith(f"{other}.") or f"{other}.".startswith(f"{one}.")
 
 
@@ -203,10 +198,10 @@ def config_names() -> list[str]:
 
 
 def find_config(source: str | Path) -> Path:
-    """Return the path of a config file. `source` is a path to a YAML file, or the name of a config in the package.
+    """Return the path of a config file. `source` is the path of a YAML file, or the name of a config in `configs/`.
 
     Raises:
-        ConfigError: If the file does not exist.
+        ConfigError: If there is no such file or config.
     """
     path = Path(source)
     if path.is_file():
@@ -222,7 +217,7 @@ def find_config(source: str | Path) -> Path:
 
 
 def did_you_mean(name: str, known: Sequence[str]) -> str:
-    """Return an error message suffix that suggests the closest name in `known`, or lists all names if none is close."""
+    """Return an error message suffix that suggests the closest name in `known`, or lists all names in `known`."""
     close = difflib.get_close_matches(name, known, n=1)
     return f" Did you mean {close[0]!r}?" if close else f" Known: {', '.join(known)}."
 
@@ -259,7 +254,7 @@ _Loader.add_implicit_resolver(
 
 
 def parse_yaml(text: str, origin: str) -> Any:
-    """Return the value of a YAML string.
+    """Parse a YAML string, and return its value.
 
     Raises:
         ConfigError: If the YAML is malformed. The message contains the line and column.
@@ -275,7 +270,7 @@ def parse_yaml(text: str, origin: str) -> Any:
 
 
 def _read(path: Path, seen: tuple[Path, ...]) -> list[tuple[Path, dict[str, Any]]]:
-    """Return the settings of each file in the `extends` chain, from the base config to `path`."""
+    """Return the path and settings of each file in the `extends` chain, from the base config to `path`."""
     if path.resolve() in seen:
         circle = " -> ".join(each.name for each in (*seen, path.resolve()))
         raise ConfigError(f"'extends' is circular: {circle}. Remove 'extends' from one of these files.")
@@ -312,7 +307,7 @@ def _override(text: str) -> dict[str, Any]:
 
 
 def _explain(cls: type[Config], error: ErrorDetails, *, typed: bool) -> str:
-    """Describe a pydantic error in one line, with the setting, the problem, the value, and an example of a valid value.
+    """Describe a pydantic error in one line that contains the setting, the problem, and an example of a valid value.
 
     The example is a command-line argument if `typed` is true, and a line of YAML otherwise.
     """
@@ -332,7 +327,7 @@ def _explain(cls: type[Config], error: ErrorDetails, *, typed: bool) -> str:
 
 
 def _example(field: FieldInfo) -> Any:
-    """Return the field's example or default. For a group of settings, return an example of its first setting."""
+    """Return an example or the default of a field. For a group of settings, return an example of the first setting."""
     if field.examples:
         return field.examples[0]
     default = None if field.is_required() else field.get_default(call_default_factory=True)
@@ -343,12 +338,12 @@ def _example(field: FieldInfo) -> Any:
 
 
 def _flow(value: Any) -> str:
-    """Return a value as one line of YAML."""
+    """Format a value as one line of YAML."""
     return yaml.safe_dump(value, default_flow_style=True, width=1000).partition("\n")[0]
 
 
 def _typed(key: str, value: Any) -> str:
-    """Return a setting as command-line arguments."""
+    """Format a setting as command-line arguments."""
     if isinstance(value, Mapping):
         return " ".join(_typed(f"{key}.{name}", inner) for name, inner in value.items())
     return f"{key}={_flow(value)}"
@@ -366,7 +361,7 @@ def _owner(cls: type[Config], location: tuple[int | str, ...]) -> type[Config]:
 
 
 def group_of(field: FieldInfo) -> type[Config] | None:
-    """Return the config class of a group of settings, or None if the field is a single setting."""
+    """Return the config class if `field` is a group of settings, and None if `field` is a single setting."""
     kinds = (field.annotation, *get_args(field.annotation))
     return next((kind for kind in kinds if isinstance(kind, type) and issubclass(kind, Config)), None)
 

@@ -14,12 +14,12 @@ from ddp_tutorial.config import ConfigError
 
 
 def cores() -> int:
-    """Return the number of CPU cores that this process may use. A container may have fewer cores than the machine."""
+    """Return the number of CPU cores that this process may use, which may be fewer than the machine's cores."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def memory() -> int:
-    """Return this machine's main memory in bytes, or this container's memory limit if the limit is lower."""
+    """Return the size of the machine's main memory in bytes, or the container's memory limit if the limit is lower."""
     total = psutil.virtual_memory().total
     try:
         return min(total, int(Path("/sys/fs/cgroup/memory.max").read_text()))
@@ -28,7 +28,7 @@ def memory() -> int:
 
 
 def describe_environment() -> dict[str, Any]:
-    """Return JSON-compatible hardware and software details, for checking whether measurements are comparable."""
+    """Return a JSON-compatible description of the hardware and software, to check that measurements are comparable."""
     return {
         "python": platform.python_version(),
         "torch": torch.__version__,
@@ -42,7 +42,7 @@ def describe_environment() -> dict[str, Any]:
 
 @contextmanager
 def variables_restored(*names: str) -> Iterator[None]:
-    """Restore the values of the environment variables `names` at the end of the block."""
+    """Restore the environment variables `names` at the end of the block."""
     before = {name: os.environ.get(name) for name in names}
     try:
         yield
@@ -67,7 +67,7 @@ def integer_variable(environ: Mapping[str, str], name: str, default: int | None 
     """Return the integer value of an environment variable, or `default` if the variable is not set.
 
     Raises:
-        ConfigError: If the variable is not an integer, or if it is not set and has no default.
+        ConfigError: If the variable is not an integer, or is not set and `default` is None.
     """
     text = environ.get(name)
     if text is None and default is not None:

@@ -42,7 +42,7 @@ class World:
         local_size: The number of ranks on this machine.
         device: The device of this rank.
         init_method: The rendezvous URL of torch's process group.
-        backend: The backend of the process group. The default is NCCL on GPUs and gloo on CPUs. gloo is slow on GPUs,
+        backend: The backend of the process group. The default is NCCL on GPUs and gloo on CPUs. On GPUs, gloo is slow,
             but allows ranks to share a GPU.
         timeout: The timeout of a collective.
 
@@ -74,9 +74,9 @@ class World:
 
     @property
     def message_device(self) -> torch.device:
-        """The device of tensors for point-to-point communication. gloo's send and receive do not support GPU memory.
+        """The device of tensors for point-to-point communication, which is the CPU if the backend is gloo.
 
-        See "Backends" in https://docs.pytorch.org/docs/stable/distributed.html.
+        Gloo cannot send GPU memory; see "Backends" in https://docs.pytorch.org/docs/stable/distributed.html.
         """
         return torch.device("cpu") if self.backend == "gloo" else self.device
 
@@ -117,7 +117,7 @@ class World:
 def is_launched_rank(environ: Mapping[str, str] = os.environ) -> bool:
     """Return whether torchrun, or srun with several tasks, started this process.
 
-    Such a process is already a rank and does not launch other ranks.
+    A launched process is already a rank, and does not launch other ranks.
     """
     return "RANK" in environ or World.detect(environ, device="cpu").size > 1
 
@@ -133,13 +133,14 @@ def choose_device(
 ) -> torch.device:
     """Return a GPU if the machine has a GPU for each of its ranks, and the CPU otherwise.
 
-    If there are fewer GPUs than ranks, the ranks share the GPUs only if the device is "cuda" and the backend allows
-    sharing. gloo always does. NCCL 2.30 and later do if the environment variable NCCL_MULTI_RANK_GPU_ENABLE is 1. With
-    `one_gpu_per_task`, the visible GPUs belong to this rank alone. `World.detect` describes the other arguments.
+    If there are fewer GPUs than ranks, the ranks share the GPUs only if `device` is "cuda" and the backend allows
+    sharing. The gloo backend always allows sharing. NCCL 2.30 and later allow sharing if NCCL_MULTI_RANK_GPU_ENABLE=1
+    is set. With `one_gpu_per_task`, the visible GPUs belong to this rank alone. `World.detect` describes the other
+    arguments.
 
     Raises:
-        ConfigError: If `device` is unknown. Also raised if `device` is "cuda", there are too few GPUs, and the ranks
-            cannot share GPUs.
+        ConfigError: If `device` is unknown. Also raised if `device` is "cuda", there are fewer GPUs than ranks, and the
+            ranks cannot share GPUs.
     """
     if device not in {"auto", "cpu", "cuda"}:
         raise ConfigError(f"device must be 'auto', 'cpu' or 'cuda', got {device!r}")
@@ -160,10 +161,10 @@ def choose_device(
 
 
 def choose_backend(backend: str, device: torch.device) -> str:
-    """Return the process group backend for ranks on this type of device.
+    """Return the process group backend for ranks on `device`.
 
     Raises:
-        ConfigError: If `backend` is unknown, or if it is "nccl" and the device is a CPU.
+        ConfigError: If `backend` is unknown, or if `backend` is "nccl" and `device` is a CPU.
     """
     if backend not in {"auto", "gloo", "nccl"}:
         reason = ", which PyTorch's prebuilt packages do not support" if backend == "mpi" else ""
@@ -236,12 +237,6 @@ def process_group(world: World) -> Iterator[World]:
 
 
 def _require_same(world: World) -> None:
-    """Raise an error if the existing process group does not match `world`.
-
-    Raises:
-        RuntimeError: If the size or the rank differs.
-        ConfigError: If the backend differs.
-    """
     require_group(world)
     if dist.get_rank() != world.rank:
         raise RuntimeError(
@@ -270,12 +265,12 @@ def agent_store(timeout: timedelta) -> dist.Store:
 def attempt_store(store: dist.Store, world: World) -> dist.Store:
     """Return a view of `store` with a key prefix that is unique to this attempt. Collective.
 
-    torchrun's agent keeps its store when it restarts the ranks. The new ranks would find the old ranks' addresses, and
-    most restarts would fail or hang in torch 2.13. Setting TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 in the agent's
-    environment would also avoid this problem. No environment variable identifies the attempt reliably. Even
-    TORCHELASTIC_RESTART_COUNT can differ between agents. Therefore, rank 0 chooses a random prefix. All other ranks
-    send a request that contains a random number, and accept only an answer with the same number. They therefore ignore
-    answers from earlier attempts.
+    When the torchrun agent restarts the ranks, it keeps its store. Without a new prefix, the new ranks would find the
+    old ranks' addresses. In torch 2.13, most restarts would then fail or hang. Setting
+    TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 in the agent's environment would also avoid this problem. No environment
+    variable identifies the attempt reliably. Even TORCHELASTIC_RESTART_COUNT can differ between agents. Therefore, rank
+    0 chooses a random prefix. Every other rank sends a request that contains a random number, and accepts only an
+    answer with the same number. Answers from earlier attempts are therefore ignored.
 
     Raises:
         RuntimeError: If a rank does not join within `world.timeout`.
@@ -318,12 +313,9 @@ def abandon_group(world: World) -> None:
 
 
 def require_group(world: World) -> None:
-    """Raise an error if `world` contains several ranks but there is no process group of the same size.
+    """Raise `RuntimeError` if `world` contains several ranks but there is no process group of the same size.
 
     Without the group, the ranks would train separate models.
-
-    Raises:
-        RuntimeError: If there is no process group, or if its size is not `world.size`.
     """
     if world.size == 1:
         return
@@ -340,7 +332,7 @@ def require_group(world: World) -> None:
 
 
 def _torchrun(environ: Mapping[str, str]) -> dict[str, int] | None:
-    """Return the values of torchrun's variables, which `launch` also sets, or None if no variable is set.
+    """Return the rank and world size from the variables of torchrun or `launch`, or None if the variables are not set.
 
     Raises:
         ConfigError: If only some of the variables are set.
