@@ -38,7 +38,7 @@ def require_package(name: str, extra: str) -> None:
     """Raise `MissingPackageError` with the install command if the package `name` is not installed."""
     if find_spec(name) is None:
         raise MissingPackageError(
-            f"the package {name} is required here, but is not installed. Run: pip install 'ddp-tutorial[{extra}]'"
+            f"the package {name} is required, but is not installed. Run: pip install 'ddp-tutorial[{extra}]'"
         )
 
 

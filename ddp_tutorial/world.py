@@ -134,13 +134,12 @@ def choose_device(
     """Return a GPU if the machine has a GPU for each of its ranks, and the CPU otherwise.
 
     If there are fewer GPUs than ranks, the ranks share the GPUs only if `device` is "cuda" and the backend allows
-    sharing. The gloo backend always allows sharing. NCCL 2.30 and later allow sharing if NCCL_MULTI_RANK_GPU_ENABLE=1
-    is set. With `one_gpu_per_task`, the visible GPUs belong to this rank alone. `World.detect` describes the other
-    arguments.
+    sharing. Gloo allows sharing. NCCL 2.30 and later allow sharing if NCCL_MULTI_RANK_GPU_ENABLE=1 is set. With
+    `one_gpu_per_task`, the visible GPUs belong to this rank alone. `World.detect` describes the other arguments.
 
     Raises:
-        ConfigError: If `device` is unknown. Also raised if `device` is "cuda", there are fewer GPUs than ranks, and the
-            ranks cannot share GPUs.
+        ConfigError: If `device` is unknown. Also raised if `device` is "cuda", there are too few GPUs, and the ranks
+            cannot share GPUs.
     """
     if device not in {"auto", "cpu", "cuda"}:
         raise ConfigError(f"device must be 'auto', 'cpu' or 'cuda', got {device!r}")

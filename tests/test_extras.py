@@ -67,8 +67,7 @@ def test_a_command_names_the_extra_that_it_needs(
     done = run_without_extras(folder, *arguments)
     assert done.returncode == 2
     assert done.stderr == (
-        f"error: the package {package} is required here, but is not installed. "
-        f"Run: pip install 'ddp-tutorial[{extra}]'\n"
+        f"error: the package {package} is required, but is not installed. Run: pip install 'ddp-tutorial[{extra}]'\n"
     )
 
 
@@ -84,7 +83,7 @@ def test_streams_are_read_without_datasets_unless_they_are_its_own(
 
 def test_a_missing_package_is_a_config_error_and_an_import_error() -> None:
     for kind in (ConfigError, ImportError):
-        with pytest.raises(kind, match=r"the package nowhere is required here"):
+        with pytest.raises(kind, match=r"the package nowhere is required"):
             require_package("nowhere", "data")
 
 

@@ -1,9 +1,9 @@
 """Distribute a dataset's samples across the ranks.
 
-`permutation` computes the sample order of an epoch and each rank's samples in a step, without starting processes.
-`samples` makes any dataset readable by sample index. `sharded`, `dispatched`, and `streamed` each define one kind of
-source, and `make_source` in `sources` selects the kind. `corpus` loads training text, and `stories` generates short
-stories.
+`permutation` computes the sample order of each epoch, and each rank's sample indices in a step. `samples` reads the
+samples of a dataset by index. `sharded`, `dispatched`, and `streamed` each define one kind of source. `make_source` in
+`sources` creates a source of the kind that a config specifies. `corpus` loads training text, and `stories` generates
+short stories.
 """
 
 import lazy_loader

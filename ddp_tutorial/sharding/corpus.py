@@ -43,16 +43,16 @@ CACHE = RUNS / "cache"
 
 @dataclass(frozen=True)
 class Corpus:
-    """A corpus, stored as two one-dimensional tensors of tokens.
+    """A corpus of training and validation tokens in 1-D tensors.
 
-    Text bytes are stored as uint8. Token files keep their integer dtype, and a tokenizer's tokens are uint16 or int32.
+    Bytes are stored as uint8, and a tokenizer's tokens as uint16 or int32. Token files keep their integer dtype.
 
     Attributes:
         name: The name of the corpus.
         train: The training tokens.
         valid: The validation tokens.
-        identity: A string that identifies the content of a cached corpus by folder name, file sizes, and modification
-            times. The string is empty if the corpus is not cached.
+        identity: A string that identifies a cached corpus by its folder name, file sizes, and modification times. The
+            string is empty if the corpus is not cached.
     """
 
     name: str
@@ -83,7 +83,7 @@ def load_corpus(name: str) -> Corpus:
 def cached(name: str, folder: Path, make: Callable[[], Iterable[torch.Tensor]]) -> Corpus:
     """Return the corpus that is cached in `folder`.
 
-    If the folder does not exist, first create it from the training and validation tokens that `make` returns.
+    If the folder does not exist, create it from the training and validation tokens that `make` returns.
     """
 
     def fill(unfinished: Path) -> None:
@@ -112,7 +112,6 @@ def _cache_of(kind: str, argument: str) -> Path:
 
 
 def _split(name: str, documents: list[bytes]) -> tuple[torch.Tensor, torch.Tensor]:
-    """Split the documents into training and validation tokens."""
     documents = [text for text in documents if text]
     if not documents:
         raise ConfigError(f"corpus {name!r} must contain text, but is empty")
@@ -126,14 +125,14 @@ def _split(name: str, documents: list[bytes]) -> tuple[torch.Tensor, torch.Tenso
 
 
 def encode(text: str) -> torch.Tensor:
-    """Return the UTF-8 bytes of `text` as int64 tokens of shape [bytes]."""
+    """Return the UTF-8 bytes of `text` as a 1-D int64 tensor."""
     return torch.tensor(list(text.encode()), dtype=torch.int64)
 
 
 def decode(tokens: torch.Tensor) -> str:
-    """Decode tokens of shape [bytes] as UTF-8. Invalid bytes are replaced with U+FFFD.
+    """Decode a 1-D tensor of UTF-8 bytes, and replace invalid bytes with U+FFFD.
 
-    A model whose vocabulary is larger than 256 may generate tokens that are not bytes. They are also replaced.
+    Tokens above 255, which a model with a larger vocabulary may generate, are also replaced.
     """
     return bytes(min(token, 255) for token in tokens.tolist()).decode(errors="replace")  # 255 never occurs in UTF-8
 
@@ -187,10 +186,7 @@ _DATASETS = ["json", "parquet", "hub"]
 
 
 def _identity(kind: str, argument: str) -> str:
-    """Return a string that identifies the content of a cached corpus.
-
-    The string contains the corpus name and each file's path, size, and modification time.
-    """
+    """Return a string that contains the corpus name and each local file's path, size, and modification time."""
     stats = [(str(file), file.stat().st_size, file.stat().st_mtime_ns) for file in _files(kind, argument)]
     return f"{kind}:{argument} {stats}"
 
@@ -254,11 +250,7 @@ def _read_dataset(kind: str, argument: str) -> Iterator[bytes]:
 
 
 def _reach_hub(argument: str) -> None:
-    """Raise an error immediately if the Hub cannot be reached. Without this check, `datasets` would retry five times.
-
-    Raises:
-        ConfigError: If the connection fails.
-    """
+    """Raise `ConfigError` if the Hub cannot be reached. Without this check, `datasets` would retry five times."""
     from urllib.parse import urlsplit
     from urllib.request import getproxies
 

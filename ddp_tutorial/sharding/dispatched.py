@@ -1,4 +1,4 @@
-"""Define `DispatchedSource`, in which rank 0 reads the data and sends each rank its shard."""
+"""Define a source in which rank 0 reads the data and sends each rank its shard."""
 
 import pickle
 import queue
@@ -26,12 +26,12 @@ class DispatchedSource:
     """A source for data that only one process can read. Rank 0 reads the samples for all ranks.
 
     While the ranks compute, a thread on rank 0 reads the next batches and sends their shards through a separate process
-    group. A thread on each other rank receives that rank's shards. A batch can be any tree of tensors with one row per
-    sample. The batch size need not be a multiple of the world size. If `collate_fn` pads, it pads to the longest sample
-    in the global batch. A read error on rank 0 raises a `SourceError` on all ranks.
+    group. On every other rank, a thread receives the rank's shards. A batch can be any tree of tensors with one row per
+    sample. The batch size need not be a multiple of the world size. If `collate_fn` pads samples, it pads them to the
+    length of the longest sample in the global batch. A read error on rank 0 raises a `SourceError` on all ranks.
 
-    If rank 0's inner source uses the process's random number generators (see `uses_local_rng`), rank 0 reads in the
-    main thread and does not prefetch. Threads share these generators, so reading in a different thread would change the
+    If reading uses the process's random number generators (see `uses_local_rng`), rank 0 reads in the main thread and
+    does not prefetch. Threads share the random number generators, so reading in a different thread would change the
     random numbers that training draws.
     """
 
@@ -85,8 +85,8 @@ class DispatchedSource:
             self.load_state_dict(self._state)  # the prefetched steps have a different number of micro-batches
             self._parts = micro_batches
         if self._group is None and self.world.size > 1:
-            # Use gloo even on GPUs, because the samples are in CPU memory. A separate group keeps the threads' messages
-            # apart from the main thread's collectives.
+            # Use gloo even on GPUs, because the samples are in CPU memory. A separate group separates the threads'
+            # messages from the main thread's collectives.
             self._group = dist.new_group(backend="gloo", timeout=self.world.timeout)
         shares, self._state = self._next_here() if getattr(self._inner, "uses_local_rng", False) else self._next_ahead()
         return [replace(share, samples=to_device(share.samples, self.world.device)) for share in shares]
@@ -116,7 +116,7 @@ class DispatchedSource:
             self._put(error)
 
     def _step(self) -> tuple[list[LocalBatch], SourceState]:
-        """Read a batch, send each other rank its shard, and return rank 0's shard. On failure, send the error."""
+        """Read a batch, send every other rank its shard, and return rank 0's shard. On failure, send the error."""
         assert self._inner is not None
         before = self._inner.state_dict()
         try:
@@ -168,7 +168,7 @@ class DispatchedSource:
                 continue
 
     def _send(self, thing: object, rank: int) -> None:
-        """Send a serialized object to `rank` in two messages: first its size in bytes, then its data."""
+        """Serialize an object and send `rank` two messages: the size in bytes, and then the data."""
         data = pack(thing)
         dist.send(torch.tensor(len(data)), rank, group=self._group)
         dist.send(data, rank, group=self._group)
@@ -213,7 +213,7 @@ class DispatchedSource:
 
 
 class _Leaf(NamedTuple):
-    """A placeholder that stores a tensor's dtype and shape in the pickled structure."""
+    """A placeholder for a tensor in the pickled structure."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
@@ -238,9 +238,9 @@ def pack(thing: object) -> torch.Tensor:
 
 
 def unpack(data: torch.Tensor) -> Any:
-    """Return the object that `pack` serialized.
+    """Deserialize a tensor that `pack` returned.
 
-    Unpickling can execute code, so unpack only data from a different rank of the same run.
+    Unpickling can execute code, so unpack only data from a rank of the same run.
     """
     length = int(data[:8].view(torch.int64))
     at = 8 + length

@@ -1,13 +1,13 @@
 """Compute each rank's sample indices for each step. This module contains only index arithmetic.
 
-Every epoch has a different sample order, which depends only on the seed and the epoch number. The orders of successive
-epochs form one endless sequence. Each step's global batch contains the next `batch_size` samples of the sequence, split
-among the ranks. The position in the sequence is a single number, called the cursor, which does not depend on the world
-size.
+Every epoch has a different sample order, which depends only on the seed and the epoch number. The sample orders of
+successive epochs form one infinite sequence. Each step's global batch contains the next `batch_size` samples of the
+sequence, split among the ranks. The position in the sequence, called the cursor, is a single integer that does not
+depend on the world size.
 
-    sequence   7 2 5 0 3 | 6 1 4 ...          8 samples, 5 per step
-    step 0     7 2 5 0 3                      rank 0 of 2: 7 5 3    rank 1 of 2: 2 0
-    step 1     6 1 4 + samples according to the remainder policy
+    Sequence   7 2 5 0 3 | 6 1 4 ...          8 samples, 5 per step
+    Step 0     7 2 5 0 3                      rank 0 of 2: 7 5 3    rank 1 of 2: 2 0
+    Step 1     6 1 4 + samples according to the remainder policy
 """
 
 import math
@@ -37,9 +37,9 @@ BLOCK = 4096  # positions computed at a time, because NumPy is slow on small arr
 
 @dataclass(frozen=True)
 class Permutation:
-    """The sample order of every epoch.
+    """The order in which each epoch visits the samples.
 
-    The order is computed block by block on demand, so memory use does not grow with the dataset size.
+    Blocks of the order are computed on demand, so the memory usage does not grow with the dataset size.
 
     Every sample is equally likely to be at any position. The order is a keyed permutation, computed with a Feistel
     network on a x b values. Both a and b are near the square root of `samples`, and a x b is at least `samples`.
@@ -47,11 +47,11 @@ class Permutation:
     Arbitrary Finite Domains", 2002).
 
     Computing the permutation takes about 50 ns per sample on a 2020 CPU core. For an epoch of 10^9 samples, the total
-    time is 50 seconds, spread over the epoch. A shuffled list of the sample indices would require 8 GB on every rank.
+    time is 50 seconds, spread over the epoch. A shuffled array of 10^9 indices would require 8 GB on every rank.
 
     Attributes:
         samples: The number of samples in the dataset.
-        seed: The seed of the sample order. None keeps the order in which the samples are stored.
+        seed: The seed of the sample order. None keeps the samples in their stored order.
         window: The number of samples in a shuffle window, for files with slow random access. The windows are visited in
             random order. All samples of a window are visited, in random order, before the next window begins. The first
             window starts at a random sample, so that the windows of different epochs contain different samples.
@@ -65,7 +65,7 @@ class Permutation:
     window: int | None = None
 
     def __post_init__(self) -> None:
-        """Validate the seed; see the class docstring."""
+        """Validate `seed`."""
         require_seed(self.seed)
 
     def take(self, cursor: int, count: int) -> Indices:
@@ -103,11 +103,7 @@ class Permutation:
 
 
 def require_seed(seed: int | None) -> None:
-    """Raise an error if `seed` is negative, because NumPy would reject it at the first step.
-
-    Raises:
-        ConfigError: If `seed` is negative.
-    """
+    """Raise `ConfigError` if `seed` is negative, because NumPy would reject the seed only at the first step."""
     if seed is not None and seed < 0:
         raise ConfigError(f"'seed' must be None or at least 0, got {seed}")
 
@@ -121,7 +117,7 @@ def _block(order: Permutation, epoch: int, number: int) -> Indices:
 
 @lru_cache(maxsize=256)
 def _keys(*entropy: int) -> npt.NDArray[np.uint64]:
-    # torch's CPU generator uses only the low 32 bits of its seed, which is not enough for several numbers.
+    # torch's CPU generator uses only the low 32 bits of its seed, which cannot hold several integers.
     return np.random.SeedSequence(entropy).generate_state(8, np.uint64).astype(np.uint64)
 
 
@@ -136,7 +132,7 @@ def permute(positions: Indices, size: int, keys: npt.NDArray[np.uint64]) -> Indi
     a = math.isqrt(size - 1) + 1
     b = -(-size // a)
     placed = _rounds(positions.astype(np.uint64), np.uint64(a), np.uint64(b), keys)
-    # a x b may be slightly larger than size: permute values beyond it again
+    # a x b may be slightly larger than size, so values of at least size are permuted again
     while len(beyond := np.flatnonzero(placed >= size)):
         placed[beyond] = _rounds(placed[beyond], np.uint64(a), np.uint64(b), keys)
     return placed.astype(np.int64)
@@ -192,7 +188,7 @@ class GlobalBatchSampler:
     pad_to: int = 1
 
     def __post_init__(self) -> None:
-        """Validate the fields; see the class docstring."""
+        """Validate the fields."""
         samples, batch = self.order.samples, self.batch_size
         if samples < 1:
             raise ConfigError("the dataset must contain at least 1 sample, got 0")
@@ -245,7 +241,7 @@ class GlobalBatchSampler:
 
 
 def shard_indices(indices: Some, rank: int, size: int) -> Some:
-    """Return this rank's shard, which contains every `size`-th index, starting at position `rank`.
+    """Return the shard of `rank`, which contains every `size`-th index, starting at position `rank`.
 
     The lengths of the shards differ by at most 1.
     """
@@ -253,10 +249,10 @@ def shard_indices(indices: Some, rank: int, size: int) -> Some:
 
 
 def shard_micro_batches(indices: Some, rank: int, size: int, micro_batches: int) -> list[Some]:
-    """Return this rank's shard of a step, split into micro-batches.
+    """Return the shard of `rank`, split into micro-batches.
 
     Micro-batch j is the shard that rank `rank + size * j` would receive in a world of `size * micro_batches` ranks.
-    Therefore, the micro-batches of all ranks together depend only on the product `size * micro_batches`.
+    Therefore, the set of all ranks' micro-batches depends only on the product `size * micro_batches`.
     """
     return [shard_indices(indices, rank + size * number, size * micro_batches) for number in range(micro_batches)]
 

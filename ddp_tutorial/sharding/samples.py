@@ -28,7 +28,7 @@ CollateFn = Callable[[list[Any]], Tree]  # a list of samples -> one batch, as fo
 
 
 def select_rows(tree: Tree, which: torch.Tensor | slice) -> Tree:
-    """Return the selected samples of a batch as contiguous tensors, because a loss function may call `view`.
+    """Return the selected rows of a batch as contiguous tensors, because a loss function may call `view`.
 
     Raises:
         ValueError: If a leaf is not a tensor with at least one dimension. The message contains the leaf's name.
@@ -40,7 +40,7 @@ def select_rows(tree: Tree, which: torch.Tensor | slice) -> Tree:
 
 
 def as_batch(tree: Tree, count: int) -> Tree:
-    """Return `tree` if it is a batch of `count` samples.
+    """Check that `tree` is a batch of `count` samples, and return the batch.
 
     Mappings that torch's pytree treats as leaves, such as `transformers.BatchEncoding`, are converted to dicts.
 
@@ -105,9 +105,9 @@ class Data(Protocol):
 def as_samples(dataset: Any, collate_fn: CollateFn | None = None) -> Data:
     """Convert `dataset` to an object whose samples are read by index.
 
-    An object with a `fetch` method (`TokenBlocks`, `ArrowShards`, or a custom class) is returned unchanged. Any
-    map-style dataset, which defines `__len__` and `__getitem__`, is wrapped. Examples are torch's `TensorDataset` and
-    `Subset`, Hugging Face's `datasets.Dataset`, and lists.
+    An object with a `fetch` method (`TokenBlocks`, `ArrowShards`, or a custom class) is returned unchanged. A map-style
+    dataset, which defines `__len__` and `__getitem__`, is wrapped. Map-style datasets include torch's `TensorDataset`
+    and `Subset`, Hugging Face's `datasets.Dataset`, and lists.
 
     Args:
         dataset: The dataset.
@@ -115,7 +115,7 @@ def as_samples(dataset: Any, collate_fn: CollateFn | None = None) -> Data:
             must pad rows of different lengths. The default is torch's `default_collate`.
 
     Raises:
-        ConfigError: If `dataset` has no length or does not support indexing. Such a dataset can only be streamed.
+        ConfigError: If `dataset` has no length or does not support indexing, and can therefore only be streamed.
     """
     require_dataset(dataset)
     if hasattr(dataset, "fetch"):
@@ -133,11 +133,7 @@ def as_samples(dataset: Any, collate_fn: CollateFn | None = None) -> Data:
 
 
 def require_dataset(dataset: Any) -> None:
-    """Raise an error for objects that are often mistaken for a dataset.
-
-    Raises:
-        ConfigError: If `dataset` is a `DataLoader`, or a mapping of splits or columns.
-    """
+    """Raise `ConfigError` if `dataset` is a `DataLoader`, or a mapping of splits or columns."""
     if isinstance(dataset, DataLoader):
         raise ConfigError(
             "a DataLoader creates its own batches, but a source creates the batches of all ranks. Pass the "
@@ -174,7 +170,7 @@ class TokenBlocks:
     """
 
     def __init__(self, tokens: torch.Tensor, context: int) -> None:
-        """Store the one-dimensional `tokens`. A sample contains `context` tokens, excluding the last target."""
+        """Store the 1-D `tokens`, and the number of input tokens in a sample."""
         self.tokens, self.context = tokens, context
 
     def __len__(self) -> int:
@@ -182,7 +178,7 @@ class TokenBlocks:
         return max(0, len(self.tokens) - 1) // self.context
 
     def fetch(self, indices: Indices) -> dict[str, torch.Tensor]:
-        """Return a dict with `tokens` [n, context + 1], in the sequence's dtype."""
+        """Return a dict whose entry `tokens` has the shape [n, context + 1] and the sequence's dtype."""
         which = torch.from_numpy(indices.copy())
         # A view of all samples, without a copy. `unfold` raises an error if the sequence is shorter than a sample.
         size, step = (len(self), self.context + 1), self.tokens.stride(0)
@@ -192,8 +188,8 @@ class TokenBlocks:
 class Tensors:
     """The columns of a `TensorDataset`.
 
-    Each batch requires one indexing operation per column. Reading and stacking individual rows would return the same
-    result, but take about 30 times as long.
+    Reading a batch requires one indexing operation per column. Reading and stacking individual rows would take about 30
+    times as long.
     """
 
     def __init__(self, columns: Sequence[torch.Tensor]) -> None:
@@ -228,8 +224,8 @@ class Rows:
         """Return the rows at `indices` as one batch.
 
         Raises:
-            ValueError: If a row cannot be read, or if its structure differs from the first row's. The message contains
-                the row's index.
+            ValueError: If a row cannot be read, or if the columns or types of two rows differ. The message contains the
+                row's index.
         """
         numbers = indices.tolist()
         if not numbers:  # return zero rows with the structure of a batch
@@ -254,9 +250,9 @@ def _range(numbers: Sequence[int]) -> str:
 def collate_rows(rows: Sequence[Any], numbers: Sequence[int], collate_fn: CollateFn) -> Tree:
     """Combine rows into one batch.
 
-    A custom `collate_fn` receives rows of any type. `default_collate` silently drops a column that is missing from the
-    first row. It also returns a mixed list of strings and numbers unchanged. Therefore, `default_collate` receives only
-    rows with the same columns and types. `numbers` contains the index of each row, for the error message.
+    A custom `collate_fn` receives rows of any type. `default_collate` silently drops columns that are missing from the
+    first row, and does not convert mixed strings and numbers. Therefore, `default_collate` receives only rows with the
+    same columns and types. `numbers` contains the index of each row, for error messages.
 
     Raises:
         ValueError: If the rows cannot be combined. The message contains the reason.
@@ -278,13 +274,9 @@ def collate_rows(rows: Sequence[Any], numbers: Sequence[int], collate_fn: Collat
 
 
 def check_same_structure(rows: Sequence[Any], numbers: Sequence[int]) -> None:
-    """Raise an error if a row's columns or types differ from the first row's.
-
-    Raises:
-        ValueError: If a row differs from the first row.
-    """
+    """Raise `ValueError` if the columns or types of a row differ from those of the first row."""
     if all(isinstance(row, dict) for row in rows) and len({(*row, *map(type, row.values())) for row in rows}) == 1:
-        return  # the common case; this check takes a third of the time of the full one
+        return  # the common case: this check takes a third of the time of the full check
     if found := _first_unlike(rows, numbers, _types):
         raise ValueError(f"{found}. The rows of a batch must have the same columns and types.")
 
@@ -292,7 +284,7 @@ def check_same_structure(rows: Sequence[Any], numbers: Sequence[int]) -> None:
 def _first_unlike(
     rows: Iterable[Any], numbers: Sequence[int], columns_of: Callable[[Any], dict[str, str]]
 ) -> str | None:
-    """Describe the first column that differs between a row and the first row. Return None if no column differs."""
+    """Describe the first column in which a row differs from the first row, or return None if all rows match."""
     first: dict[str, str] | None = None
     for row, number in zip(rows, numbers, strict=True):
         columns = columns_of(row)
@@ -308,7 +300,7 @@ def _first_unlike(
 
 
 def _types(row: Any) -> dict[str, str]:
-    """Return the type of each column. A row that is not a dict counts as one column without a name."""
+    """Return the type of each column. A row that is not a mapping counts as one column without a name."""
     columns = row if isinstance(row, Mapping) else {"": row}
     types = {str(name): type(value).__name__ for name, value in columns.items()}
     return {name: "a number" if kind in {"int", "float"} else kind for name, kind in types.items()}
@@ -335,15 +327,15 @@ class ArrowShards:
 
     Rows are numbered consecutively across the files. The files may have different lengths, and the number of files does
     not depend on the world size. A batch is gathered from the mapped columns by index, without a Python loop over rows.
-    Columns must contain numbers or lists of a fixed length. Convert Parquet files with `as_arrow` and tokenize text
-    before you create this object.
+    Columns must contain numbers or lists of a fixed length. Before you create an `ArrowShards` object, convert Parquet
+    files with `as_arrow`, and tokenize text.
     """
 
     def __init__(self, paths: Sequence[Path], columns: Sequence[str] | None = None) -> None:
-        """Memory-map the `columns` (None: all columns) of the files.
+        """Memory-map `columns` of the files, or all columns if `columns` is None.
 
         Raises:
-            ConfigError: If a file is damaged, lacks a column, or has different column types than the first file.
+            ConfigError: If a file is damaged, a column is missing, or the type of a column differs between files.
         """
         if not paths:
             raise ConfigError("ArrowShards requires at least one Arrow file, got none")
@@ -375,7 +367,7 @@ class ArrowShards:
         return type(self), (self.paths, self.columns)
 
     def fetch(self, indices: Indices) -> dict[str, torch.Tensor]:
-        """Return the rows at `indices` [n]. Each column is a tensor [n, ...] of the column's dtype.
+        """Return the rows at `indices` [n]. Each column is a tensor with shape [n, ...] and the column's dtype.
 
         Raises:
             IndexError: If an index is out of range.
@@ -452,7 +444,7 @@ def _as_array(path: Path, name: str, column: Any) -> np.ndarray[Any, Any]:
 
 
 def write_arrow(path: Path, columns: Mapping[str, np.ndarray[Any, Any]], rows_a_batch: int = 65536) -> None:
-    """Write arrays [rows, ...] to an Arrow file in the streaming format, which `datasets` can also memory-map."""
+    """Write arrays with shape [rows, ...] to an Arrow file in the streaming format, which `datasets` can memory-map."""
     arrays = {name: _fixed(array) for name, array in columns.items()}
     table = pa.table(arrays)
     with pa.OSFile(str(path), "wb") as file, pa.ipc.new_stream(file, table.schema) as writer:
@@ -470,7 +462,7 @@ SHARDS = 4  # the default number of files
 
 
 def as_shards(blocks: TokenBlocks, cache: Path, files: int = SHARDS) -> list[Path]:
-    """Write a corpus's samples to Arrow files, unless the files already exist, and return their paths.
+    """Return the paths of Arrow files with a corpus's samples, after writing the files if they do not exist.
 
     The files are stored in a subfolder of `cache`. The subfolder's name contains a digest of the tokens, the context
     length, and the number of files.
@@ -492,7 +484,7 @@ def as_shards(blocks: TokenBlocks, cache: Path, files: int = SHARDS) -> list[Pat
 
 
 def as_arrow(paths: Sequence[Path], folder: Path) -> list[Path]:
-    """Convert Parquet files to Arrow files, unless the Arrow files already exist, and return their paths.
+    """Return the paths of Arrow files with the rows of Parquet files, after writing the files if they do not exist.
 
     Parquet files are compressed, so they cannot be memory-mapped. The Arrow files are stored in a subfolder of `folder`
     whose name is a digest of the Parquet files' paths.

@@ -1,4 +1,4 @@
-"""Define `ShardedSource`, in which every rank reads its own samples, and helpers for the other sources."""
+"""Define a source in which every rank reads its own samples, and helpers for the other sources."""
 
 import pickle
 from collections import deque
@@ -41,7 +41,7 @@ class ShardedSource:
     micro-batch's index. Therefore, neither resuming nor the number of workers changes the random numbers. Each
     micro-batch is collated separately, so the padding does not depend on the number of ranks.
 
-    If a worker crashes, the source logs a warning and restarts the workers at the same samples, at most once per step.
+    If a worker crashes, the source logs a warning and restarts the workers, at most once per step.
     """
 
     def __init__(
@@ -95,7 +95,7 @@ class ShardedSource:
     def uses_local_rng(self) -> bool:
         """Whether reading uses or seeds the random number generators of this process.
 
-        If so, no other thread may use these generators at the same time.
+        If true, no other thread may use the random number generators at the same time.
         """
         return not (self.workers or self._fetch.is_deterministic)
 
@@ -151,7 +151,7 @@ class ShardedSource:
     def _read(self) -> Iterator[list[Tree]]:
         """Iterate over the batches, starting at the cursor.
 
-        If there are no workers and no GPU, no `DataLoader` is used, because it would only add overhead.
+        Without workers or a GPU, this method does not use a `DataLoader`, which would only add overhead.
         """
         if not self.workers and self.world.device.type == "cpu":
             return map(self._fetch.__getitem__, self._plan())
@@ -170,7 +170,7 @@ class ShardedSource:
         return {"cursor": self.cursor}
 
     def load_state_dict(self, state: SourceState) -> None:
-        """Resume from a saved cursor, and discard prefetched batches. This is also allowed after the first step."""
+        """Resume from a saved cursor, and discard prefetched batches."""
         self.close()
         self.cursor = state["cursor"]
 
@@ -206,8 +206,8 @@ class ByValue:
 def pickled(thing: object) -> bytes:
     """Pickle an object for a different process, by reference if possible and otherwise by value.
 
-    A rank cannot pickle a type from a notebook cell by reference. A type from a script must be pickled by reference,
-    because the receiver would otherwise create a second type with the same name.
+    A type from a notebook cell must be pickled by value, because pickle cannot import the type. A type from a script
+    must be pickled by reference, because the receiver would otherwise create a second type with the same name.
     """
     try:
         return pickle.dumps(thing)
@@ -216,7 +216,7 @@ def pickled(thing: object) -> bytes:
 
 
 class _Sent:
-    """A batch that a worker sends to its rank. The rank receives the batch itself.
+    """A batch that a worker sends to its rank. Unpickling returns the batch itself.
 
     The `DataLoader` pickles a worker's batch in a thread of the worker. If pickling fails, the rank receives nothing.
     """
@@ -236,7 +236,7 @@ def _received(form: bytes, leaves: list[torch.Tensor]) -> Tree:
 def for_rank(batch: Tree) -> Tree:
     """Return a batch of tensors in a form that a worker can send to its rank.
 
-    The types of the batch may be defined in a notebook cell. Outside of a worker, the batch is returned unchanged.
+    The batch may contain types from a notebook cell. Outside a worker, the batch is returned unchanged.
     """
     columns = batch.values() if type(batch) is dict else batch if type(batch) in {list, tuple} else [None]
     if get_worker_info() is None or all(map(torch.is_tensor, columns)):
@@ -246,10 +246,10 @@ def for_rank(batch: Tree) -> Tree:
 
 @contextmanager
 def errors_for_rank() -> Iterator[None]:
-    """Replace an exception that a worker cannot send to its rank, because its type is defined in a notebook cell.
+    """Replace an exception whose type cannot be pickled, so that a worker can send the exception to its rank.
 
     Raises:
-        RuntimeError: In a worker, with the name and message of the original exception.
+        RuntimeError: In a worker, with the type name and message of the original exception.
     """
     try:
         yield
@@ -263,7 +263,7 @@ def errors_for_rank() -> Iterator[None]:
 
 
 class _Fetch(ByValue, Dataset[list[Tree]]):
-    """The dataset that the `DataLoader` and its workers read. Each item is the list of a step's micro-batches."""
+    """The dataset that the `DataLoader` and its workers read. Each item is a list of one step's micro-batches."""
 
     def __init__(self, data: Data, transform: Transform | None, seed: int) -> None:
         self.data, self.transform, self.seed = data, transform, seed
@@ -283,12 +283,7 @@ class _Fetch(ByValue, Dataset[list[Tree]]):
 
 
 def require_samples_for_all(sharding: GlobalBatchSampler, world: World) -> None:
-    """Raise an error if a rank would never receive a sample.
-
-    Raises:
-        ConfigError: If `batch_size` is less than the number of ranks. Also raised if there are fewer samples than ranks
-            and the remainder policy does not repeat samples.
-    """
+    """Raise `ConfigError` if there are so many ranks that a rank would never receive a sample."""
     samples, batch = sharding.order.samples, sharding.batch_size
     repeats = sharding.remainder in {"pad", "carry"}  # samples are repeated, so there may be fewer samples than ranks
     limit = batch if repeats else min(batch, samples)
@@ -300,11 +295,7 @@ def require_samples_for_all(sharding: GlobalBatchSampler, world: World) -> None:
 
 
 def require_streams_for_all(streams: int, batch_size: int, world: World) -> None:
-    """Raise an error if a rank would not read any stream, or if a batch has fewer samples than there are streams.
-
-    Raises:
-        ConfigError: If there are fewer streams than ranks, or if `batch_size` is less than the number of streams.
-    """
+    """Raise `ConfigError` if there are fewer streams than ranks, or if `batch_size` is less than `streams`."""
     if streams < world.size:
         raise ConfigError(f"the number of streams must be at least {world.size} (one stream per rank), got {streams}")
     if batch_size < streams:
@@ -315,7 +306,7 @@ def require_streams_for_all(streams: int, batch_size: int, world: World) -> None
 
 
 def to_device(samples: Tree, device: torch.device) -> Tree:
-    """Return a batch on this rank's device.
+    """Move a batch to this rank's device.
 
     On the CPU, the batch is not copied. A copy from pinned memory to a GPU can overlap with computation.
     """

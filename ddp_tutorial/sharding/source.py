@@ -36,7 +36,7 @@ class Source(Protocol):
     def steps_per_epoch(self) -> float | None:
         """The number of steps in one epoch, or None if the number of samples is unknown.
 
-        The number may be fractional if a step may contain samples from two epochs.
+        The number can be fractional if a step can contain samples from two epochs.
         """
         ...
 
@@ -54,12 +54,12 @@ class Source(Protocol):
     def state_dict(self) -> SourceState:
         """Return the position after the steps taken so far. The position is the same on every rank.
 
-        Prefetched batches that have not been taken are not counted.
+        The position does not count prefetched batches that have not been taken.
         """
         ...
 
     def load_state_dict(self, state: SourceState) -> None:
-        """Resume from a position that `state_dict` returned. This is also allowed after batches have been taken."""
+        """Resume from a position that `state_dict` returned, even if batches have already been taken."""
         ...
 
     def close(self) -> None:

@@ -1,18 +1,16 @@
 """Define `make_source`, which creates a source from a dataset and a config.
 
-A source provides the samples that this rank processes next, and can resume from a saved state. It is an infinite
-iterator over this rank's shards of the global batches. The source's state is small, identical on every rank, and valid
-for every world size.
+A source provides the samples that this rank processes next, and can resume from a saved state. A source is an infinite
+iterator over this rank's shards of the global batches. The source's state is small and identical on every rank, and can
+be loaded on a different number of ranks. All four kinds of source can read token blocks and Arrow files.
 
-    kind          how the data are read                                  data
+    Kind          How the data are read                                  Data
     sharded       every rank reads its own samples, by index             any map-style dataset
     dispatched    rank 0 reads, and sends each rank its shard            any dataset
     streamed      every rank reads its own streams                       any iterable dataset
     fast_stream   every rank reads its own samples, by index, from       Arrow files
                   memory-mapped Arrow files, in the order of shuffle
                   windows; as fast as reading a stream
-
-All four kinds can read token blocks and Arrow files.
 """
 
 import logging
@@ -70,7 +68,7 @@ def make_source(
             dispatched), or `TokenBlocks` or `ArrowShards` (any kind). Every rank must pass the full dataset.
         batch_size: The number of samples in a step, over all ranks.
         world: The ranks of the run.
-        seed: The seed of the sample order. None keeps the order in which the samples are stored.
+        seed: The seed of the sample order. None keeps the samples in their stored order.
         config: Settings that specify how the data are read.
         collate_fn: A function that combines a list of samples into one batch, as in torch's `DataLoader`.
         transform: A function that is applied to each batch, for example to augment the data.
@@ -119,10 +117,10 @@ def _sharding(
 
 
 def check_source(blocks: TokenBlocks, batch_size: int, world: World, config: SourceConfig) -> None:
-    """Validate the arguments of `make_source` without starting the ranks of `world` and without writing files.
+    """Validate the arguments of `make_source` without starting ranks or writing files.
 
     Raises:
-        ConfigError: If `make_source` would raise a `ConfigError`.
+        ConfigError: If `make_source` would reject the arguments.
     """
     _require_kind(config, blocks)
     if config.kind == "streamed":
@@ -153,11 +151,6 @@ def _is_stream(data: Any) -> bool:
 
 
 def _require_kind(config: SourceConfig, data: Any) -> None:
-    """Raise an error if `config` specifies a kind that cannot read the data.
-
-    Raises:
-        ConfigError: If `data` is not a dataset, or if it does not support the kind.
-    """
     require_dataset(data)
     kind, name = config.kind, type_name(data)
     if (kind == "streamed" or _is_stream(data)) and config.remainder != "carry":
@@ -183,19 +176,16 @@ _LARGE = 1 << 26  # tokens; a digest of this many tokens takes a tenth of a seco
 
 
 def require_same_samples(samples: Data, world: World, what: str = "training samples") -> None:
-    """Raise an error on all ranks if a rank's samples differ from rank 0's samples. Collective.
+    """Raise `ConfigError` on all ranks if a rank's samples differ from rank 0's samples. Collective.
 
-    The ranks compare the number of samples. They also compare all values of a `TensorDataset` or small `TokenBlocks`,
-    but only 64 samples of large `TokenBlocks` or Arrow files. Samples of other datasets are not compared, because
-    reading a sample may be slow and may draw random numbers.
+    The ranks compare the number of samples. For a `TensorDataset` or small `TokenBlocks`, the ranks also compare all
+    values. For large `TokenBlocks` or Arrow files, the ranks compare 64 samples. Samples of other datasets are not
+    compared, because reading a sample may be slow and may draw random numbers.
 
     Args:
         samples: This rank's samples.
         world: The ranks to compare.
         what: A description of the samples for the error message.
-
-    Raises:
-        ConfigError: If the number or the content of the samples differs between ranks.
     """
     if world.size == 1:
         return

@@ -1,4 +1,4 @@
-"""Define `StreamedSource`, in which every rank reads its own streams of data that do not support indexing."""
+"""Define a source in which every rank reads its own streams of data that do not support indexing."""
 
 import logging
 import random
@@ -51,18 +51,18 @@ class StreamedSource:
     shard. Other data are split by row: every stream reads all rows and keeps only its own rows. Therefore, the iterable
     must yield all samples on every rank, in the same order each time, and must not split the data itself.
 
-    Samples are taken from the streams round-robin. With W ranks, rank r reads the streams s with s mod W = r. Thus, the
-    sample order is the same for every world size up to `streams`. Each sample has a position in this order, and the
-    source's state contains the number of consumed positions. An exhausted stream leaves its remaining positions empty.
-    A rank does not know when the streams of other ranks are exhausted, so the ranks exchange their sample counts at
-    every step. The epoch ends when no rank has any samples left.
+    Samples are taken from the streams in round-robin order. With W ranks, rank r reads each stream s with s mod W = r.
+    Thus, the sample order is the same for every world size up to `streams`. Each sample has a position in this order,
+    and the source's state contains the number of consumed positions. An exhausted stream leaves its remaining positions
+    empty. A rank does not know when the streams of other ranks are exhausted, so the ranks exchange their sample counts
+    at every step. The epoch ends when no rank has any samples left.
 
     With a `seed`, samples are shuffled in a buffer, as in `IterableDataset.shuffle`. To resume, the source reads each
     stream from the beginning up to the saved position. A rank's streams are divided among its workers. The workers'
     `collate_fn` outputs are concatenated, so with more than one worker, `collate_fn` should pad to a fixed length.
 
     The random numbers that `collate_fn` and `transform` draw depend only on the seed, the epoch, and the position of
-    the batch's first sample. Therefore, resuming does not change these numbers. However, random numbers that the
+    the batch's first sample. Therefore, resuming does not change these random numbers. However, random numbers that the
     iterable itself draws may change.
 
     If a worker crashes, the source restarts the workers, at most once per step. The new workers first read their
@@ -92,7 +92,7 @@ class StreamedSource:
             world: The ranks of the run.
             streams: The number of logical streams, which determines the sample order. The default is the number of
                 shards or the world size, whichever is larger.
-            seed: The seed of the sample order. None keeps the order in which the samples are stored.
+            seed: The seed of the sample order. None keeps the samples in their stored order.
             shuffle_buffer: The number of samples in the shuffle buffer.
             collate_fn: A function that combines a list of samples into one batch, as in torch's `DataLoader`.
             transform: A function that is applied to each batch, for example to augment the data.
@@ -136,7 +136,7 @@ class StreamedSource:
     def uses_local_rng(self) -> bool:
         """Whether reading uses or seeds the random number generators of this process.
 
-        If so, no other thread may use these generators at the same time.
+        If true, no other thread may use the random number generators at the same time.
         """
         return not self.workers
 
@@ -226,7 +226,7 @@ class StreamedSource:
     def state_dict(self) -> SourceState:
         """Return the epoch, the number of consumed positions, and the number of streams.
 
-        The state contains the number of streams because the sample order depends on it.
+        The number of streams is part of the state, because this number determines the sample order.
         """
         return {"epoch": self.epoch, "places": self.places, "streams": self.streams}
 
@@ -234,7 +234,7 @@ class StreamedSource:
         """Resume from a state that `state_dict` returned.
 
         Raises:
-            ConfigError: If the saved run used fewer streams than there are ranks in this world.
+            ConfigError: If the saved run used fewer streams than this run has ranks.
         """
         if state["streams"] < self.world.size:
             raise ConfigError(
@@ -304,7 +304,7 @@ class _Follow(ByValue, IterableDataset[list[_Part]]):
         return islice(rows, len(range(stream, self.places, self.streams)), None)
 
     def together(self, found: list[tuple[int, Any]]) -> _Part:
-        """Combine rows and their positions into a batch."""
+        """Collate rows into a batch, and store the rows' positions."""
         if not found:
             return _Part(torch.empty(0, dtype=torch.int64), None)
         places = [place for place, _ in found]
@@ -315,7 +315,7 @@ class _Follow(ByValue, IterableDataset[list[_Part]]):
 
 
 def _as_shards(dataset: Any, seed: int | None, shuffle_buffer: int) -> "_DatasetsShards | _OneShard":
-    # Already imported if the dataset uses it; the import takes a second. A user's own module may be named `datasets`.
+    # A dataset of this type has already imported the module. A user's own module may be named `datasets`.
     datasets = sys.modules.get("datasets.iterable_dataset")
     if datasets is not None and isinstance(dataset, datasets.IterableDataset):
         return _DatasetsShards(dataset, seed, shuffle_buffer)
@@ -352,7 +352,7 @@ class _DatasetsShards:
 
 
 class _ArrowShards(_DatasetsShards):
-    """Arrow files, which a worker opens again. `datasets` would pickle all rows of a file with random access."""
+    """Arrow files that each worker opens again. `datasets` would pickle all rows of a file with random access."""
 
     def __init__(self, files: ArrowShards, seed: int | None, shuffle_buffer: int) -> None:
         super().__init__(iterable_dataset(files.paths, files.columns), seed, shuffle_buffer)
@@ -365,7 +365,7 @@ class _ArrowShards(_DatasetsShards):
 class _OneShard:
     """An iterable without shards, whose rows this class shuffles.
 
-    If the iterable defines a `set_epoch` method, this class calls the method in every epoch.
+    If the iterable defines a `set_epoch` method, this class calls `set_epoch` in every epoch.
     """
 
     count = 1
@@ -395,7 +395,7 @@ def _shuffled(rows: Iterator[Any], size: int, rng: random.Random) -> Iterator[An
 
 
 def iterable_dataset(paths: Sequence[Path], columns: Sequence[str] | None = None) -> Any:
-    """Return the `columns` (None: all columns) of Arrow files as an iterable dataset with one shard per file."""
+    """Return an iterable dataset of `columns` (by default, all columns), with one shard per Arrow file."""
     require_package("datasets", "data")
     from datasets import Dataset, concatenate_datasets
 

@@ -1,10 +1,10 @@
 """Memory-map token files in the formats of nanoGPT and Megatron-LM.
 
-nanoGPT's `prepare.py` writes `train.bin` and `val.bin`, which contain only tokens, as unsigned 16-bit integers.
-Megatron's `preprocess_data.py` writes `PREFIX.bin` and `PREFIX.idx`. The `.idx` file is an index, and its header
-specifies the token dtype.
+In nanoGPT, `prepare.py` writes `train.bin` and `val.bin`, which contain only unsigned 16-bit tokens. In Megatron-LM,
+`preprocess_data.py` writes `PREFIX.bin` and `PREFIX.idx`. The `.idx` file is an index, and its header specifies the
+token dtype.
 
-The files are memory-mapped. Reading a sample loads only the pages that contain it, so a file may be larger than memory.
+The files are memory-mapped. Reading a sample loads only the sample's pages, so a file may be larger than memory.
 """
 
 import struct

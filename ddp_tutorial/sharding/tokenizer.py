@@ -1,6 +1,6 @@
 """Load tokenizers and tokenize corpora.
 
-The default tokenizer is `bytes`. Other tokenizers are `tokenizer.json` files in the format of Hugging Face's
+The default tokenizer is `bytes`. Other tokenizers are loaded from `tokenizer.json` files, the format of Hugging Face's
 `tokenizers` package.
 """
 

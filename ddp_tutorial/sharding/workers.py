@@ -43,7 +43,7 @@ class SourceError(RuntimeError):
 
 
 def worker_options(workers: int, prefetch: int, worker_timeout: float) -> dict[str, Any]:
-    """Return the `DataLoader` arguments for the workers.
+    """Return the `DataLoader` arguments that configure the workers.
 
     Raises:
         ConfigError: If `workers` is negative, or if `prefetch` is less than 1.
@@ -58,11 +58,7 @@ def worker_options(workers: int, prefetch: int, worker_timeout: float) -> dict[s
 
 
 def require_prefetch(prefetch: int) -> None:
-    """Raise an error if `prefetch` is less than 1. No batch would arrive, or the number of batches would be unlimited.
-
-    Raises:
-        ConfigError: If `prefetch` is less than 1.
-    """
+    """Raise `ConfigError` if `prefetch` is less than 1."""
     if prefetch < 1:
         raise ConfigError(f"'prefetch' must be at least 1, got {prefetch}")
 
@@ -81,8 +77,8 @@ def too_many_workers(workers: int, ranks: int, cores: int) -> str | None:
 def next_from(batches: Iterator[Item], worker_timeout: float) -> Item:
     """Return the next batch of a `DataLoader`.
 
-    A `DataLoader` detects dead workers only when its own timeout expires. Therefore, the `DataLoader` timeout is
-    `POLL_SECONDS` or less, and this function waits repeatedly.
+    A `DataLoader` detects dead workers only when its own timeout expires. Therefore, the `DataLoader` timeout is at
+    most `POLL_SECONDS`, and this function retries until `worker_timeout`.
 
     Raises:
         SourceError: If no batch arrives within `worker_timeout` seconds.
@@ -109,14 +105,14 @@ def next_from(batches: Iterator[Item], worker_timeout: float) -> Item:
 
 
 class WorkerRestart:
-    """The policy that decides whether a source restarts its workers at a step.
+    """A policy that decides whether a source restarts its workers at a step.
 
-    If a worker has exited, the workers are restarted, but at most once per step, because a sample that crashes a worker
-    would also crash its replacement.
+    If a worker has exited, the workers are restarted, but at most once per step. Without this limit, a sample that
+    crashes workers would cause endless restarts.
     """
 
     def __init__(self) -> None:
-        """Create a policy without recorded restarts."""
+        """Start without a recorded restart."""
         self._place: object = None  # the step of the last restart
 
     def is_due(self, batches: object, place: object, message: str) -> bool:
@@ -135,7 +131,7 @@ class WorkerRestart:
 
 
 def failed_worker(batches: object, turn: int, workers: int) -> tuple[str, int]:
-    """Return a description of the failed worker, and the number of other workers' batches that precede its next batch.
+    """Return a description of the failed worker, and the number of batches that are due before its next batch.
 
     The failed worker is the first worker that has exited or, if no worker has exited, the worker whose batch is due.
     """
@@ -148,8 +144,8 @@ def failed_worker(batches: object, turn: int, workers: int) -> tuple[str, int]:
 class WorkerBatches(Iterator[Item]):
     """An iterator over a `DataLoader`'s batches that also manages the loader's workers.
 
-    The workers exit when `close` is called, when this object is garbage-collected, or when this process exits. They
-    exit even if they are stuck.
+    The workers exit when `close` is called, when this object is garbage-collected, or when this process exits. Even
+    stuck workers exit.
     """
 
     def __init__(self, loader: DataLoader[Item]) -> None:
@@ -211,7 +207,7 @@ def _ignore_signals(number: int, frame: object) -> None:
 def _exit_on_request(requests: Connection) -> None:
     """Terminate this worker when its rank requests termination or has exited.
 
-    torch's own watchdog checks only between batches, but a single batch may take forever.
+    PyTorch's own watchdog checks only between batches, but a single batch may take forever.
     """
     rank = multiprocessing.parent_process()
     signs: list[Any] = [requests, rank.sentinel] if rank is not None else [requests]
