@@ -76,7 +76,7 @@ class FSDPStrategy(ShardedStrategy):
 
     @property
     def execution_path(self) -> int:
-        """Digest of the order in which this rank has used the units."""
+        """A digest of the order in which this rank has used the units."""
         return self.used.digest
 
     def _use(self, number: int, name: str, *_: object) -> None:

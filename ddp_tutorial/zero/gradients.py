@@ -1,5 +1,8 @@
 """Implement ZeRO-2, in which each rank keeps only its gradient shards and updates only its parameter shards.
 
+An all-reduce is a reduce-scatter followed by an all-gather. ZeRO-2 runs the optimizer step between the two collectives,
+so ZeRO-2 sends no more bytes than data parallelism. A full gradient exists only until its bucket is sent. Example:
+
     sharded = ShardedGradients(model, world)
     optimizer = torch.optim.AdamW(sharded.pieces.values())  # allocates 1/W of the optimizer state
     loss(model, batch).backward()       # reduce-scatters the buckets during the backward pass
@@ -7,9 +10,6 @@
     sharded.finish()                    # assigns the gradients, summed over ranks and backward passes
     optimizer.step()
     sharded.gather()                    # gathers all parameters on all ranks
-
-An all-reduce is a reduce-scatter followed by an all-gather. ZeRO-2 runs the optimizer step between the two collectives,
-so it sends no more bytes than data parallelism. A full gradient exists only until its bucket is sent.
 """
 
 from collections.abc import Callable
@@ -105,14 +105,14 @@ class ShardedGradients:
         self.reductions.reduce()
 
     def finish(self) -> None:
-        """Assign the summed gradients to the shards. Collective; call this after the last backward pass of a step."""
+        """Assign the summed gradients to the shards. Collective; call this method after a step's last backward pass."""
         gradients = self.reductions.take()
         for name, parameter in self.named.items():
             self.pieces[parameter].grad = gradients.get(name)
 
     @torch.no_grad()
     def gather(self) -> None:
-        """Gather the updated parameters on all ranks. Collective; call this after the optimizer step."""
+        """Gather the updated parameters on all ranks. Collective; call this method after the optimizer step."""
         for bucket in self.buckets if self.shards.size > 1 else ():
             layout = bucket.layout
             rows = torch.zeros(self.shards.size, layout.length, dtype=bucket.dtype, device=self.shards.world.device)

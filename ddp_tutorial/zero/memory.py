@@ -1,8 +1,8 @@
 """Calculate the memory usage and the communication volume of each strategy, without training a model.
 
 With Adam in float32, a parameter takes 4 bytes, its gradient 4 bytes, and its two moments 8 bytes (Rajbhandari et al.,
-2020). Data parallelism stores all three on each of W ranks. Each ZeRO stage shards one more of these three components,
-so each rank stores 1/W of that component.
+2020). Data parallelism stores the parameters, gradients, and moments on each of W ranks. Each ZeRO stage shards one
+more of these three components, so that each rank stores 1/W of the component.
 """
 
 from collections.abc import Mapping
@@ -28,10 +28,10 @@ DIVIDED: dict[str, frozenset[str]] = {
 def model_state_bytes(
     strategy: str, parameters: int, ranks: int, optimizer: int = 8, weights: int = 4, gradients: int = 4
 ) -> dict[str, int]:
-    """Return the size, in bytes, of the weights, gradients, and optimizer state on one rank before the optimizer step.
+    """Return the sizes, in bytes, of one rank's weights, gradients, and optimizer state before the optimizer step.
 
-    Activations, gathered weights and padding are not included. `ranks` is the number of ranks that shard the model. The
-    last three arguments are numbers of bytes per parameter.
+    Activations, gathered weights, and padding are not included. `ranks` is the number of ranks that shard the model.
+    `optimizer`, `weights`, and `gradients` are numbers of bytes per parameter.
     """
     undivided: Mapping[str, int] = {"weights": weights, "gradients": gradients, "optimizer": optimizer}
     divided = DIVIDED[strategy]
@@ -61,16 +61,16 @@ def bytes_gathered(strategy: str, model: "nn.Module") -> int:
 def bytes_sent(strategy: str, parameters: int, ranks: int, micro_batches: int = 1, copies: int = 1) -> int:
     """Return the number of bytes that one rank sends in a step, with gradients and weights in float32.
 
-    A reduce-scatter or an all-gather of n bytes sends n (W - 1) / W bytes, and an all-reduce sends twice as many. A
+    A reduce-scatter or an all-gather of n bytes sends n (W - 1) / W bytes, and an all-reduce sends twice this number. A
     strategy that shards the gradients reduces them in each micro-batch. A strategy that shards the weights also gathers
     the weights twice in each micro-batch. With several replicas (HSDP), each reduction is followed by an all-reduce of
     the rank's shard across the replicas. Unsharded gradients are reduced in a single all-reduce over all ranks. The
-    strategy "invariant" sends all partial sums in each of log2 W rounds. With gloo, "fsdp" sends more, because PyTorch
-    implements reduce-scatter as all-reduce.
+    strategy "invariant" sends all partial sums in each of log2 W rounds. With gloo, "fsdp" sends more bytes, because
+    PyTorch implements reduce-scatter as all-reduce.
 
     Args:
-        strategy: Name of the strategy, which must be a key of `DIVIDED`.
-        parameters: The number of parameters of the model.
+        strategy: The name of the strategy, which must be a key of `DIVIDED`.
+        parameters: The number of parameters in the model.
         ranks: The number of ranks that shard one replica of the model.
         micro_batches: The number of micro-batches per rank.
         copies: The number of model replicas.

@@ -1,22 +1,22 @@
 """Implement ZeRO-3 (FSDP), in which each rank stores a shard of every parameter and gathers full parameters for use.
 
+A unit is a set of parameters that are gathered together. Each block of a `ModuleList` or `Sequential` is one unit, and
+the rest of the model forms the root unit. Units follow the order of the first forward pass. Each unit is prefetched
+while the previous unit computes. Each rank sends 50 % more bytes than with DDP, but stores only 1/W of the model state.
+
+Zhao et al., "PyTorch FSDP: Experiences on scaling fully sharded data parallel", VLDB 2023.
+
+The following diagram shows one step of a model with three blocks. G is a gather, F a forward pass, B a backward pass,
+R a reduction, and - the release of the full parameters. G2 overlaps F1. The code runs one step.
+
+    G1 F1 -  G2 F2 -  G3 F3 -  |  G3 B3 R3 -  G2 B2 R2 -  G1 B1 R1 -
+
     sharded = ShardedModel(model, world)           # replaces each parameter with this rank's shard
     optimizer = torch.optim.AdamW(model.parameters())
     loss(model, batch).backward()                  # gathers, frees, gathers again, reduces
     sharded.reduce()                               # waits for the reductions
     sharded.finish()                               # assigns the gradients to the shards
     optimizer.step()
-
-A unit is a set of parameters that are gathered together. Each block of a `ModuleList` or `Sequential` is one unit, and
-the rest of the model is another unit. The following diagram shows one step of a model with three blocks. G is a gather,
-F a forward pass, B a backward pass, R a reduction, and - the release of the full parameters:
-
-    G1 F1 -  G2 F2 -  G3 F3 -  |  G3 B3 R3 -  G2 B2 R2 -  G1 B1 R1 -
-
-Each unit is prefetched while the previous unit computes, so G2 overlaps F1. Units follow the order of the first forward
-pass. Each rank sends three times the model size instead of twice, but stores only 1/W of the model state.
-
-Zhao et al., "PyTorch FSDP: Experiences on scaling fully sharded data parallel", VLDB 2023.
 """
 
 from collections import deque
@@ -52,8 +52,8 @@ class Unit:
     Between uses, each parameter contains this rank's shard, as a 1-D tensor. After a gather, each parameter has its
     full shape and the unit's `dtype`.
 
-    Each full parameter keeps the same tensor object every time it is gathered. `free` releases the tensor's storage,
-    and `gather` allocates it again. Autograd saves this tensor, so the backward pass can read the regathered values.
+    Every gather of a parameter fills the same tensor object. `free` releases the tensor's storage, and `gather`
+    allocates the storage again. Autograd saves the tensor object, so the backward pass can read the regathered values.
     While a parameter is unsharded, the gradient of its shard is stored separately.
     """
 
@@ -62,7 +62,7 @@ class Unit:
     ) -> None:
         """Pack the full parameters into rows, keep this rank's row, and free the full parameters.
 
-        `dtype` is the dtype of the gathered parameters; None keeps their dtype. `group` is for the all-gathers.
+        `dtype` is the dtype of the gathered parameters (None: unchanged). `group` is for the all-gathers.
 
         Raises:
             ConfigError: If the parameters have different dtypes.
@@ -106,7 +106,7 @@ class Unit:
         self._coming = self._gathered(self.row.to(self.dtype))
 
     def _gathered(self, row: torch.Tensor) -> tuple[torch.Tensor, dist.Work | None]:
-        """Start the all-gather of `row`, and return the rows, which are valid after the returned work completes."""
+        """Start the all-gather of `row`. Return the rows, which are valid when the returned work has completed."""
         if self.shards.size == 1:
             return row[None], None
         rows = row.new_empty(self.shards.size, self.layout.length)
@@ -157,7 +157,7 @@ class Unit:
     def is_done(self) -> bool:
         """Whether all gradients have arrived.
 
-        The value is False if a parameter is frozen, because the parameter may still be needed.
+        A unit with a frozen parameter is never done, because the parameter may still be needed.
         """
         return self._awaited <= 0 and len(self.trained) == len(self.parameters)
 
@@ -208,15 +208,15 @@ class ShardedModel:
     on all ranks, because its forward pass gathers parameters.
 
     Every rank participates in the gather of every unit, in the order of rank 0's first forward pass. Ranks may
-    therefore use different units, as in a mixture of experts. A unit that is used again, or out of order, is gathered
-    again. In this case, all ranks must use the same units. A unit with frozen parameters is freed at the end of the
+    therefore use different units, as in a mixture of experts. If a unit is used again or out of order, the unit is
+    gathered again, and all ranks must use the same units. A unit with frozen parameters is freed at the end of the
     backward pass.
 
     The gradients of all backward passes before `finish` are summed. If a backward pass raises an error, the next
     forward pass discards the gradients of that backward pass. The error must be raised on all ranks.
 
     Args:
-        module: The model. Its parameters must not have gradients.
+        module: The model, whose parameters must not have gradients.
         world: The participating ranks.
         compute_dtype: The dtype of the gathered parameters and of each unit's floating-point inputs. The shards and the
             summed gradients keep the dtype of the parameters.
@@ -337,8 +337,8 @@ class ShardedModel:
     def _watch(self, tensor: torch.Tensor, unit: Unit) -> None:
         """Gather `unit` when the backward pass reaches `tensor`, an output of the unit.
 
-        If a module returns its input, `tensor` is also an output of the previous module. In this case, the hook gathers
-        the later unit first.
+        If a module returns its input, `tensor` is also an output of the previous module, and the hook gathers the later
+        unit first.
         """
         units = vars(tensor).setdefault("units_before_backward", [])
         if not units:
@@ -390,14 +390,14 @@ class ShardedModel:
         self.reductions.reduce()
 
     def finish(self) -> None:
-        """Assign the summed gradients to the shards. Collective; call this after the last backward pass of a step."""
+        """Assign the summed gradients to the shards. Collective; call this method after a step's last backward pass."""
         gradients = self.reductions.take()
         for unit in self.units:
             for name, parameter in unit.trained.items():
                 parameter.grad = gradients.get(name)
 
     def _before_state_dict(self, *_: object) -> None:
-        """Free the units that a forward pass without a backward pass has left full."""
+        """Free the units that are still full after a forward pass without a backward pass."""
         if not self._is_pinned and not is_in_backward():
             for unit in self.units:
                 unit.release()

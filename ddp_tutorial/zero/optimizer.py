@@ -1,12 +1,12 @@
 """Implement ZeRO-1, in which each parameter has one owner rank that updates it and stores its optimizer state.
 
+Parameters are not split, so optimizers that use the whole parameter are supported. Such optimizers include LAMB, which
+uses the norm of the update, and Adafactor, which uses a factorized average. AdamW stores 8 bytes for each float32
+element, and each rank stores about 1/W of this state. Example:
+
     optimizer = ShardedOptimizer(torch.optim.AdamW(model.parameters(), lr=1e-3), world)
     loss(model, batch).backward()         # works with any DDP: every rank has the full gradient
     optimizer.step()                      # updates this rank's parameters, then gathers all parameters
-
-Parameters are not split, so optimizers that use the whole parameter are supported. Examples are LAMB, which uses the
-norm of the update, and Adafactor, which uses a factorized average. AdamW stores 8 bytes for each float32 element, and
-each rank stores about 1/W of this state.
 """
 
 from collections import defaultdict
@@ -43,12 +43,12 @@ class ShardedOptimizer(torch.optim.Optimizer):
     """An optimizer wrapper in which each rank updates only its own parameters. The constructor is collective.
 
     `param_groups` contains the groups of all parameters, for schedulers and clipping. You can add groups later.
-    Parameters are assigned from the largest to the smallest, each to the rank with the fewest elements. Therefore,
-    no rank owns more than 1/W of all elements plus one parameter. The result is bitwise identical to that of the
+    Parameters are assigned in order of decreasing size, always to the rank with the fewest elements. Therefore, no rank
+    owns more than 1/W of all elements plus one parameter. The updated parameters are bitwise identical to those of the
     unsharded optimizer.
 
     Args:
-        of_all: An optimizer for all parameters. It must not have taken a step and must not require a closure.
+        of_all: An optimizer for all parameters that has not taken a step and does not require a closure.
         world: The participating ranks.
         mesh: The number of model replicas and the number of ranks per replica. Each row of the mesh shards the
             parameters in the same way. The default is a single replica.
@@ -126,7 +126,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         return part | {"state": {index: state for states in of_ranks for index, state in sorted(states.items())}}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load this rank's shard of a state dict that this class or an unsharded optimizer has returned."""
+        """Load this rank's shard of a state dict from a `ShardedOptimizer` or an unsharded optimizer."""
         super().load_state_dict(state_dict)
         of_mine = {p: state for p, state in self.state.items() if self.owner[p] == self.shards.rank}
         self.mine.state = self.state = defaultdict(dict, of_mine)

@@ -7,10 +7,10 @@ _PRIME = 65521  # the sum of the squared digests of several hundred ranks is exa
 
 
 class DifferentPathsError(RuntimeError):
-    """Raised if the ranks used different units of a sharded model, and therefore gathered mismatched units."""
+    """Raised if the ranks have used different units of a sharded model, or the same units in a different order."""
 
     def __init__(self, found: str) -> None:
-        """Append advice to `found`, the observed difference, which is a sentence without a period."""
+        """Append advice to `found`, a sentence without a period that describes the difference."""
         super().__init__(
             f"{found}. If parameters are sharded, all ranks must use the same modules in the same order. Use "
             "strategy=zero2, or strategy=ddp with ddp.find_unused_parameters=true. With strategy=zero3, ranks may skip "

@@ -1,13 +1,11 @@
-"""Compute the layout of tensors that are split over ranks. The result is the same on every rank.
+"""Compute the layout of tensors that are split across ranks. The layout is the same on every rank.
 
-A tensor is flattened and split into one shard per rank. The last shards may be shorter, or empty. Several tensors are
-sent in one collective, packed into one row per rank:
+A tensor is flattened and split into one shard per rank. The last shards may be shorter, or empty. To send several
+tensors in one collective, their shards are packed into one row per rank. An all-gather sends all rows to every rank. A
+reduce-scatter sums the rows over all ranks, and sends row r to rank r. Example:
 
     a of 5 elements, b of 2, on 2 ranks         row 0:  a0 a1 a2 b0
                                                 row 1:  a3 a4  . b1        . is zero padding
-
-An all-gather of the rows sends all rows to every rank. A reduce-scatter sums the rows over all ranks, and sends row r
-to rank r.
 """
 
 from collections.abc import Sequence
@@ -55,7 +53,7 @@ class Layout:
         self.length = sum(self.each)  # number of elements in a row
 
     def pack(self, rows: torch.Tensor, index: int, tensor: torch.Tensor) -> None:
-        """Copy full tensor `index` into `rows` [size, length], casting it if the dtypes differ. Keep the padding."""
+        """Copy the full tensor with index `index` into `rows` [size, length], without changing the padding."""
         full, block, rest = self._block(rows, index)
         flat = tensor.reshape(-1)
         block.copy_(flat[: block.numel()].view(block.shape))

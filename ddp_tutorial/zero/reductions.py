@@ -25,7 +25,7 @@ class Reduction:
     """
 
     def __init__(self, named: Mapping[str, nn.Parameter], dtype: torch.dtype, shards: Shards) -> None:
-        """Compute the layout of the rows, whose dtype is `dtype`, for the parameters in `named`."""
+        """Compute the layout of rows with dtype `dtype` for the gradients of the parameters in `named`."""
         self.names, self.dtype, self.shards = list(named), dtype, shards
         self.layout = Layout([parameter.shape for parameter in named.values()], shards.size)
         self.used: set[int] = set()  # indices of the parameters that got a gradient on this rank since the last `take`
@@ -119,7 +119,7 @@ class Reduction:
             self._crossing.wait()
 
     def wait(self) -> None:
-        """Wait for the sum over all ranks, and add it to the sums of earlier backward passes."""
+        """Wait for the sum over all ranks, and add the sum to those of earlier backward passes."""
         self._complete()
         assert self._row is not None, "start() sets self._row"
         self._kept = self._row if self._kept is None else self._kept.add_(self._row)
@@ -142,7 +142,7 @@ class Reduction:
 
 
 class Reductions:
-    """All reductions of a model. Each one starts when its gradients are complete and the previous one has started."""
+    """Reductions of a model. Each reduction starts when its gradients are complete and the previous one has started."""
 
     def __init__(self, reductions: Iterable[Reduction], world: World) -> None:
         """Store the reductions in the order in which they start, which must be the same on every rank."""
@@ -191,7 +191,7 @@ class Reductions:
                 return
 
     def reduce(self) -> None:
-        """Start the remaining reductions and wait for all of them. Collective; call this after each backward pass."""
+        """Start the remaining reductions, and wait for all. Collective; call this method after each backward pass."""
         while self._started < len(self.ordered):
             self._start()
         self._started = 0
@@ -219,7 +219,7 @@ class Reductions:
     def take(self) -> dict[str, torch.Tensor]:
         """Return this rank's shards of the summed gradients, by parameter name. Collective.
 
-        The result omits empty shards and parameters that no rank has used. To identify these parameters, the ranks run
+        The result omits empty shards and parameters that no rank has used. To identify unused parameters, the ranks run
         a single all-reduce of one number per parameter.
         """
         names = [name for reduction in self.ordered for name in reduction.names]

@@ -27,7 +27,7 @@ class OptimizerState:
     ) -> None:
         """Store this rank's optimizer and its parameters, by name.
 
-        This rank reads the state of all of these parameters, but writes only that of `written`. The default is all.
+        This rank reads the state of all parameters in `named`, but writes only the state of `written` (default: all).
         """
         self.optimizer, self.named = optimizer, dict(named)
         self.written = self.named.keys() if written is None else written
@@ -60,14 +60,14 @@ class OptimizerState:
         return wanted
 
     def load_state_dict(self, state: State) -> None:
-        """Replace the optimizer state with `state`, which has the format of the dict that `empty` returns."""
+        """Replace the optimizer state with `state`, the filled dict that `empty` returned."""
         self.optimizer.state.clear()
         for where, value in state.items():
             name, _, key = where.rpartition(".")
             self.optimizer.state[self.named[name]][key] = self.taken(value)
 
     def stored(self, name: str, value: torch.Tensor) -> torch.Tensor:
-        """Return the tensor to write to a checkpoint for `value`, which is a state tensor of parameter `name`."""
+        """Return `value`, a state tensor of parameter `name`, in the form that is stored in a checkpoint."""
         return value
 
     def place(self, name: str, what: StoredTensor) -> torch.Tensor:
@@ -147,7 +147,7 @@ def device_mesh(world: World, mesh: Mesh | None) -> DeviceMesh:
 class ModelState:
     """The parameters of a model, converted by the function `of_whole`, and the model's replicated buffers.
 
-    Loading a checkpoint updates all of these tensors in place.
+    Loading a checkpoint updates the parameters and buffers in place.
     """
 
     def __init__(self, module: nn.Module, of_whole: Callable[[str, torch.Tensor], torch.Tensor]) -> None:

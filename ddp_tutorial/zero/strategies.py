@@ -38,7 +38,7 @@ class Zero1Strategy(DDPStrategy):
     """A strategy that all-reduces gradients like DDP and shards the optimizer state across the ranks."""
 
     def __init__(self, *args: Any, mesh: Mesh | None = None, **options: Any) -> None:
-        """Construct a `DDPStrategy` with a `mesh` for the optimizer state. The default is one replica."""
+        """Construct a `DDPStrategy` with a `mesh` for the optimizer state. The default mesh is a single replica."""
         super().__init__(*args, **options)
         self.mesh = mesh
 
@@ -76,7 +76,7 @@ class ShardedStrategy(ABC):
     ) -> None:
         """Prepare the model, which must have full parameters, and the loss. Collective.
 
-        `accumulation` is the number of micro-batches per rank per step. The default mesh is a single replica.
+        `accumulation` is the number of micro-batches per rank and step. The default mesh is a single replica.
         """
         self.module, self.world, self.micro_batches_per_rank, self.mesh = model, world, accumulation, mesh
         self.loss = StepLoss(loss, world, precision)
@@ -88,7 +88,7 @@ class ShardedStrategy(ABC):
 
     @property
     def execution_path(self) -> int:
-        """Digest of the order in which this rank has used the sharded parameters."""
+        """A digest of the order in which this rank has used the sharded parameters."""
         return 0
 
     @abstractmethod
@@ -104,21 +104,21 @@ class ShardedStrategy(ABC):
         """Return the model component of a checkpoint, and the state of this rank's optimizer."""
 
     def reduce(self) -> None:
-        """Wait until this micro-batch's gradients are reduced. Collective; call this after the backward pass."""
+        """Wait until this micro-batch's gradients are reduced. Collective; call this method after the backward pass."""
         self.sharded.reduce()
 
     def assign_gradients(self) -> None:
         """Assign the reduced gradients to the parameters that the optimizer updates. Collective.
 
-        This method is called once per step, after the last micro-batch.
+        Call this method once per step, after the last micro-batch.
         """
         self.sharded.finish()
 
     def backward(self, batches: Sequence[Any], stop_flags: float = 0.0) -> Totals:
         """Run the forward and backward passes of each micro-batch, and reduce the gradients. Collective.
 
-        The gradients of each micro-batch are reduced before the next micro-batch starts. This keeps the gradients
-        sharded, but a step needs one reduction per micro-batch.
+        The gradients of each micro-batch are reduced before the next micro-batch starts. Reducing this early keeps the
+        gradients sharded, but a step needs one reduction per micro-batch.
 
         Raises:
             ValueError: If `batches` is empty.
@@ -212,9 +212,9 @@ class Zero2Strategy(ShardedStrategy):
 
 
 class Zero3Strategy(ShardedStrategy):
-    """A strategy that shards the parameters, the gradients and the optimizer state (ZeRO-3).
+    """A strategy that shards the parameters, the gradients, and the optimizer state (ZeRO-3).
 
-    With precision bf16, parameters are gathered and used in bfloat16. This halves the size of each all-gather.
+    With precision bf16, parameters are gathered and used in bfloat16, which halves the size of each all-gather.
     """
 
     sharded: ShardedModel
@@ -240,7 +240,7 @@ class Zero3Strategy(ShardedStrategy):
 
     @property
     def execution_path(self) -> int:
-        """Digest of the order in which this rank has gathered the units."""
+        """A digest of the order in which this rank has gathered the units."""
         return self.sharded.path.digest
 
     def full_parameters(self) -> AbstractContextManager[nn.Module]:
