@@ -205,7 +205,7 @@ def rank_zero_first(world: World) -> Iterator[None]:
 def assert_same(world: World, tensors: Mapping[str, torch.Tensor], what: str = "tensor") -> None:
     """Raise an error on every rank if the tensors are not bitwise identical on all ranks. Collective.
 
-    The names, order, shapes, and dtypes must also match. Error messages use the word `what` for a tensor.
+    The names, order, shapes, and dtypes must also match. Error messages refer to a tensor as `what`.
 
     Raises:
         RuntimeError: If the tensors or their order differ between ranks.

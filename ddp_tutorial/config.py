@@ -27,7 +27,7 @@ BASE = CONFIGS / "base.yaml"  # contains all settings with their defaults
 
 
 class ConfigError(ValueError):
-    """Raised if a setting, an argument, or an environment variable is invalid. The message is one line for the user."""
+    """Raised if a setting, an argument, or an environment variable is invalid. The message fits on a single line."""
 
 
 class MissingPackageError(ConfigError, ImportError):
@@ -62,7 +62,7 @@ class Config(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
 
     def model_copy(self, *, update: Mapping[str, Any] | None = None, deep: bool = False) -> Self:
-        """Return a copy of the config that is updated with the settings in `update` and validated.
+        """Return a copy of the config, updated with the settings in `update` and validated.
 
         Pydantic's own `model_copy` does not validate `update`, so it would accept a misspelled setting such as `nproc`.
 
@@ -127,7 +127,7 @@ def is_chosen(name: str, source: str | Path, overrides: Iterable[str] = ()) -> b
 
 
 def merged(layers: Iterable[Layer], alternatives: Iterable[tuple[str, str]] = ()) -> dict[str, Any]:
-    """Merge the layers. A setting overrides the same setting and its `alternatives` in earlier layers."""
+    """Merge the layers. Each setting overrides the same setting and its `alternatives` in earlier layers."""
     both_ways = [*alternatives, *((other, one) for one, other in alternatives)]
     values: dict[str, Any] = {}
     for _, above in layers:
@@ -165,7 +165,7 @@ def _validated(cls: type[SomeConfig], layers: Sequence[Layer]) -> SomeConfig:
 
 
 def _origin(layers: Sequence[Layer], error: ErrorDetails) -> str:
-    """Return the origin of the last layer that contains the invalid setting, or of the last file if there is none."""
+    """Return the origin of the last layer with the invalid setting, or of the last file if no layer contains it."""
     place = ".".join(map(str, error["loc"]))
     groups = [[place]] if place else []
     if error["type"] == "value_error":  # raised by a validator of several settings; the message contains their names
@@ -327,7 +327,7 @@ def _explain(cls: type[Config], error: ErrorDetails, *, typed: bool) -> str:
 
 
 def _example(field: FieldInfo) -> Any:
-    """Return an example or the default of a field. For a group of settings, return an example of the first setting."""
+    """Return a field's first example, or its default value. For a group of settings, use the first setting."""
     if field.examples:
         return field.examples[0]
     default = None if field.is_required() else field.get_default(call_default_factory=True)

@@ -28,7 +28,7 @@ def memory() -> int:
 
 
 def describe_environment() -> dict[str, Any]:
-    """Return a JSON-compatible description of the hardware and software, to check that measurements are comparable."""
+    """Return a JSON-compatible description of the hardware and software, so that measurements can be compared."""
     return {
         "python": platform.python_version(),
         "torch": torch.__version__,

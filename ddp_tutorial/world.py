@@ -264,7 +264,7 @@ def agent_store(timeout: timedelta) -> dist.Store:
 def attempt_store(store: dist.Store, world: World) -> dist.Store:
     """Return a view of `store` with a key prefix that is unique to this attempt. Collective.
 
-    When the torchrun agent restarts the ranks, it keeps its store. Without a new prefix, the new ranks would find the
+    The torchrun agent keeps its store when it restarts the ranks. Without a new prefix, the new ranks would find the
     old ranks' addresses. In torch 2.13, most restarts would then fail or hang. Setting
     TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 in the agent's environment would also avoid this problem. No environment
     variable identifies the attempt reliably. Even TORCHELASTIC_RESTART_COUNT can differ between agents. Therefore, rank

@@ -43,7 +43,7 @@ CACHE = RUNS / "cache"
 
 @dataclass(frozen=True)
 class Corpus:
-    """A corpus of training and validation tokens in 1-D tensors.
+    """A corpus of training and validation tokens, stored as 1-D tensors.
 
     Bytes are stored as uint8, and a tokenizer's tokens as uint16 or int32. Token files keep their integer dtype.
 

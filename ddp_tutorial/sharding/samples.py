@@ -209,7 +209,7 @@ class Tensors:
 class Rows:
     """A map-style dataset whose rows are combined by `collate_fn`.
 
-    Rows are read with `__getitems__` if the dataset defines it, and otherwise one by one.
+    Rows are read with `__getitems__` if the dataset defines this method, and otherwise one by one.
     """
 
     def __init__(self, rows: Any, collate_fn: CollateFn = default_collate) -> None:
@@ -251,8 +251,8 @@ def collate_rows(rows: Sequence[Any], numbers: Sequence[int], collate_fn: Collat
     """Combine rows into one batch.
 
     A custom `collate_fn` receives rows of any type. `default_collate` silently drops columns that are missing from the
-    first row, and does not convert mixed strings and numbers. Therefore, `default_collate` receives only rows with the
-    same columns and types. `numbers` contains the index of each row, for error messages.
+    first row, and does not convert mixed strings and numbers to tensors. Therefore, `default_collate` receives only
+    rows with the same columns and types. `numbers` contains the index of each row, for error messages.
 
     Raises:
         ValueError: If the rows cannot be combined. The message contains the reason.
@@ -462,7 +462,7 @@ SHARDS = 4  # the default number of files
 
 
 def as_shards(blocks: TokenBlocks, cache: Path, files: int = SHARDS) -> list[Path]:
-    """Return the paths of Arrow files with a corpus's samples, after writing the files if they do not exist.
+    """Cache a corpus's samples in Arrow files, and return the paths of the files.
 
     The files are stored in a subfolder of `cache`. The subfolder's name contains a digest of the tokens, the context
     length, and the number of files.
@@ -484,7 +484,7 @@ def as_shards(blocks: TokenBlocks, cache: Path, files: int = SHARDS) -> list[Pat
 
 
 def as_arrow(paths: Sequence[Path], folder: Path) -> list[Path]:
-    """Return the paths of Arrow files with the rows of Parquet files, after writing the files if they do not exist.
+    """Cache the contents of Parquet files in Arrow files, and return the paths of the Arrow files.
 
     Parquet files are compressed, so they cannot be memory-mapped. The Arrow files are stored in a subfolder of `folder`
     whose name is a digest of the Parquet files' paths.

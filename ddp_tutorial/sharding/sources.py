@@ -75,8 +75,8 @@ def make_source(
 
     Raises:
         ConfigError: On all ranks, if the data do not support the kind, are empty, or differ between ranks (see
-            `require_same_samples`). Also raised on all ranks if `seed` is negative, or if there are fewer samples than
-            ranks.
+            `require_same_samples`). Also raised on all ranks if `seed` is negative, or if a rank would never receive a
+            sample.
     """
     require_seed(seed)
     _require_kind(config, data)

@@ -340,7 +340,7 @@ class _DatasetsShards:
         self.count = dataset.num_shards
 
     def rows(self, stream: int, streams: int, epoch: int) -> Iterator[Any]:
-        """Iterate over the rows of the stream with index `stream`, in the order of `epoch`.
+        """Iterate over the rows of the stream with index `stream`, in the sample order of `epoch`.
 
         Each row belongs to exactly one of the `streams` streams.
         """

@@ -78,7 +78,7 @@ def next_from(batches: Iterator[Item], worker_timeout: float) -> Item:
     """Return the next batch of a `DataLoader`.
 
     A `DataLoader` detects dead workers only when its own timeout expires. Therefore, the `DataLoader` timeout is at
-    most `POLL_SECONDS`, and this function retries until `worker_timeout`.
+    most `POLL_SECONDS`, and this function retries until `worker_timeout` has elapsed.
 
     Raises:
         SourceError: If no batch arrives within `worker_timeout` seconds.

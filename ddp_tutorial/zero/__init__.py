@@ -1,7 +1,8 @@
 """Implement ZeRO, in which each rank stores only a shard of the state that plain data parallelism replicates.
 
 `optimizer` shards the optimizer state (ZeRO-1), `gradients` also shards the gradients (ZeRO-2), and `model` also shards
-the weights (ZeRO-3). `fsdp` uses PyTorch's own implementation of ZeRO-3. The other modules support these four modules.
+the weights (ZeRO-3). `fsdp` uses PyTorch's own implementation of ZeRO-3. All other modules support `optimizer`,
+`gradients`, `model`, and `fsdp`.
 
 `pieces` defines how tensors are split, and `units` defines which parameters are gathered together. `shards` defines the
 ranks that share one replica of the model. `reductions` overlaps the reduce-scatters with the backward pass. `path`

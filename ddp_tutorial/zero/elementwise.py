@@ -1,8 +1,8 @@
 """Test whether an optimizer updates each element of a parameter independently of the other elements.
 
-Only such an optimizer can update a flat shard of a parameter. SGD and Adam qualify. Adafactor and Muon do not qualify,
-because they use the parameter's shape. LAMB does not qualify, because it uses a norm. No optimizer attribute describes
-this property, so a trial updates a parameter of 24 elements both as a whole and in two shards.
+Only an elementwise optimizer can update a flat shard of a parameter. SGD and Adam are elementwise. Adafactor and Muon
+are not elementwise, because they use the parameter's shape. LAMB is not elementwise, because it uses a norm. No
+optimizer attribute describes this property, so a trial updates a parameter as a whole and in two shards.
 """
 
 from collections import defaultdict

@@ -129,7 +129,7 @@ class FSDPStrategy(ShardedStrategy):
 def _full(tensor: DTensor) -> torch.Tensor:
     """Return the full tensor in unpadded memory. Collective.
 
-    If the rows cannot be split evenly, PyTorch returns a view of padded memory. Safetensors cannot write such a view.
+    If the rows cannot be split evenly, PyTorch returns a view of padded memory, which safetensors cannot write.
     """
     full = tensor.full_tensor()
     return full if full.untyped_storage().nbytes() == full.nbytes else full.clone()

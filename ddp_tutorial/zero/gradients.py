@@ -101,18 +101,18 @@ class ShardedGradients:
             self.reductions.watch(output)
 
     def reduce(self) -> None:
-        """Wait for the reductions of a backward pass. Collective; call this method after each backward pass."""
+        """Wait for the reductions of a backward pass. Collective. Call this method after each backward pass."""
         self.reductions.reduce()
 
     def finish(self) -> None:
-        """Assign the summed gradients to the shards. Collective; call this method after a step's last backward pass."""
+        """Assign the summed gradients to the shards. Collective. Call this method after a step's last backward pass."""
         gradients = self.reductions.take()
         for name, parameter in self.named.items():
             self.pieces[parameter].grad = gradients.get(name)
 
     @torch.no_grad()
     def gather(self) -> None:
-        """Gather the updated parameters on all ranks. Collective; call this method after the optimizer step."""
+        """Gather the updated parameters on all ranks. Collective. Call this method after the optimizer step."""
         for bucket in self.buckets if self.shards.size > 1 else ():
             layout = bucket.layout
             rows = torch.zeros(self.shards.size, layout.length, dtype=bucket.dtype, device=self.shards.world.device)

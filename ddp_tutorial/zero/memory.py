@@ -1,8 +1,8 @@
 """Calculate the memory usage and the communication volume of each strategy, without training a model.
 
-With Adam in float32, a parameter takes 4 bytes, its gradient 4 bytes, and its two moments 8 bytes (Rajbhandari et al.,
-2020). Data parallelism stores the parameters, gradients, and moments on each of W ranks. Each ZeRO stage shards one
-more of these three components, so that each rank stores 1/W of the component.
+With Adam in float32, a parameter occupies 4 bytes, its gradient 4 bytes, and its two moments 8 bytes (Rajbhandari et
+al., 2020). Data parallelism stores the parameters, gradients, and moments on each of W ranks. Each ZeRO stage shards
+one more of these three components, so that each rank stores 1/W of the component.
 """
 
 from collections.abc import Mapping

@@ -383,14 +383,14 @@ class ShardedModel:
                 self._reach(unit)
 
     def reduce(self) -> None:
-        """Free all units and wait for the reductions. Collective; call this method after each backward pass."""
+        """Free all units and wait for the reductions. Collective. Call this method after each backward pass."""
         self._skip_rest()
         for unit in self.units:
             unit.release()
         self.reductions.reduce()
 
     def finish(self) -> None:
-        """Assign the summed gradients to the shards. Collective; call this method after a step's last backward pass."""
+        """Assign the summed gradients to the shards. Collective. Call this method after a step's last backward pass."""
         gradients = self.reductions.take()
         for unit in self.units:
             for name, parameter in unit.trained.items():

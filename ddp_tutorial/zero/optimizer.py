@@ -85,7 +85,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Update this rank's parameters, then gather all parameters on every rank. Collective."""
+        """Update this rank's parameters, and then gather all parameters on every rank. Collective."""
         loss = None
         if closure is not None:
             with torch.enable_grad():

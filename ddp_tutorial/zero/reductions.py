@@ -191,7 +191,7 @@ class Reductions:
                 return
 
     def reduce(self) -> None:
-        """Start the remaining reductions, and wait for all. Collective; call this method after each backward pass."""
+        """Complete all reductions of a backward pass. Collective. Call this method after each backward pass."""
         while self._started < len(self.ordered):
             self._start()
         self._started = 0

@@ -104,7 +104,7 @@ class ShardedStrategy(ABC):
         """Return the model component of a checkpoint, and the state of this rank's optimizer."""
 
     def reduce(self) -> None:
-        """Wait until this micro-batch's gradients are reduced. Collective; call this method after the backward pass."""
+        """Wait until this micro-batch's gradients are reduced. Collective. Call this method after the backward pass."""
         self.sharded.reduce()
 
     def assign_gradients(self) -> None:
@@ -117,7 +117,7 @@ class ShardedStrategy(ABC):
     def backward(self, batches: Sequence[Any], stop_flags: float = 0.0) -> Totals:
         """Run the forward and backward passes of each micro-batch, and reduce the gradients. Collective.
 
-        The gradients of each micro-batch are reduced before the next micro-batch starts. Reducing this early keeps the
+        The gradients of each micro-batch are reduced before the next micro-batch starts. Early reductions keep the
         gradients sharded, but a step needs one reduction per micro-batch.
 
         Raises:
