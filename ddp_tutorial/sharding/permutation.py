@@ -2,7 +2,7 @@
 
 Every epoch has a different sample order, which depends only on the seed and the epoch number. The sample orders of
 successive epochs form one infinite sequence. Each step's global batch contains the next `batch_size` samples of the
-sequence, split among the ranks. The position in the sequence, called the cursor, is a single integer that does not
+sequence, split among the ranks. The cursor, which is the position in the sequence, is a single integer that does not
 depend on the world size.
 
     Sequence   7 2 5 0 3 | 6 1 4 ...          8 samples, 5 per step

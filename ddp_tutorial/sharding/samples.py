@@ -112,7 +112,7 @@ def as_samples(dataset: Any, collate_fn: CollateFn | None = None) -> Data:
     Args:
         dataset: The dataset.
         collate_fn: A function that combines a list of rows into one batch, as in torch's `DataLoader`. The function
-            must pad rows of different lengths. The default is torch's `default_collate`.
+            must pad rows that have different lengths. The default is torch's `default_collate`.
 
     Raises:
         ConfigError: If `dataset` has no length or does not support indexing, and can therefore only be streamed.

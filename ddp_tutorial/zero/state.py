@@ -27,7 +27,7 @@ class OptimizerState:
     ) -> None:
         """Store this rank's optimizer and its parameters, by name.
 
-        This rank reads the state of all parameters in `named`, but writes only the state of `written` (default: all).
+        The rank reads the state of all parameters in `named`, but writes only the state of `written` (default: all).
         """
         self.optimizer, self.named = optimizer, dict(named)
         self.written = self.named.keys() if written is None else written
