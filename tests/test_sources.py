@@ -9,7 +9,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
-from itertools import islice, pairwise
+from itertools import chain, islice, pairwise
 from pathlib import Path
 from types import ModuleType
 from typing import Any, NamedTuple
@@ -831,6 +831,20 @@ def test_workers_do_not_change_samples_and_batches_ahead_do_not_count(kind: str,
     before = left_behind()
     assert read(made(World(), kind, workers=workers), STEPS + 2) == read(made(World(), kind), STEPS + 2)
     assert left_behind() == before
+
+
+@forking
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("kind", ["sharded", "dispatched", "streamed"])
+def test_each_step_may_have_a_different_number_of_micro_batches(kind: str, workers: int) -> None:
+    data = stream_of(16) if kind == "streamed" else [{"x": number} for number in range(16)]
+    config = SourceConfig(kind=kind, workers=workers)  # type: ignore[arg-type]
+    source = make_source(data, 4, SINGLE_PROCESS, seed=None, config=config)
+    for step, count in enumerate([1, 2, 4, 1]):
+        parts = [part.samples["x"].tolist() for part in source.take(count)]
+        assert [len(part) for part in parts] == [4 // count] * count
+        assert sorted(chain(*parts)) == list(range(4 * step, 4 * step + 4))
+    source.close()
 
 
 @forking
