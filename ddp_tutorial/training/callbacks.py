@@ -30,7 +30,7 @@ class Callback:
 
 
 class CallbackError(FailedError):
-    """Raised if a callback raised an exception on a different rank but not on this rank."""
+    """Raised on this rank if a callback raised an exception only on a different rank."""
 
 
 def check_callbacks(world: World, callbacks: Sequence[Callback]) -> list[Callback]:
@@ -45,13 +45,13 @@ def check_callbacks(world: World, callbacks: Sequence[Callback]) -> list[Callbac
             kind = each.__name__ if isinstance(each, type) else type(each).__name__
             fix = f"pass an instance, such as {kind}()" if isinstance(each, type) else "subclass ddp_tutorial.Callback"
             problem = f"'callbacks' must contain objects of type Callback, got {kind}: {fix}"
-    advice = ": pass the same callbacks on all ranks, and test trainer.world.is_main in those that act on one rank"
+    advice = ": pass the same callbacks on all ranks, and test trainer.world.is_main in callbacks that act on one rank"
     require_same_names(world, "callbacks", [type(each).__name__ for each in callbacks], problem, advice)
     return callbacks
 
 
 def require_same_names(world: World, what: str, names: list[str], problem: str, advice: str = "") -> None:
-    """Raise `ConfigError` on all ranks if a rank reports a `problem` or its names differ from rank 0's. Collective."""
+    """Raise `ConfigError` on all ranks if a rank has a `problem` or if the `names` differ between ranks. Collective."""
     of_ranks = all_gather(world, (problem, names))
     for rank, (found, theirs) in enumerate(of_ranks):
         if found:

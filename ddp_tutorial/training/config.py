@@ -79,7 +79,7 @@ class BestConfig(Config):
     """The criterion that selects the best evaluation, for early stopping and for the best model."""
 
     metric: str = Field("loss", description="`loss`, or a metric that the loss function returns.")
-    mode: Mode = Field("min", description="Whether lower or higher is better.")
+    mode: Mode = Field("min", description="Whether lower or higher values are better.")
 
 
 class EarlyStoppingConfig(Config):
@@ -126,8 +126,8 @@ class ProfileConfig(Config):
 class TrainConfig(Config):
     """The settings of a training run, for any model.
 
-    On CPUs, runs with the same config, data and world size on the same machine are bitwise identical. On GPUs, they may
-    differ, because some kernels sum in a nondeterministic order. For deterministic kernels, call
+    On CPUs, runs with the same config, data and world size on the same machine are bitwise identical. On GPUs, such
+    runs may differ, because some kernels sum in a nondeterministic order. For deterministic kernels, call
     `torch.use_deterministic_algorithms(True)` and set the environment variable CUBLAS_WORKSPACE_CONFIG=:4096:8.
     """
 
@@ -139,13 +139,13 @@ class TrainConfig(Config):
         description="Name of the run directory under runs/; by default, the start time and a suffix.",
     )
     seed: int = Field(0, ge=0, lt=2**31, description="Seed of the weights, the sample order and dropout.")
-    strategy: Kind = Field("ddp", description="How the ranks train one model together.")
+    strategy: Kind = Field("ddp", description="The strategy with which the ranks train one model.")
     ddp: DDPConfig = Field(
         DDPConfig(),
         description="The DDP implementation and its options; PyTorch's options keep their names.",
     )
     micro_batches: int = Field(
-        4, ge=1, description="Strategy invariant only: number of micro-batches per step over all ranks."
+        4, ge=1, description="Number of micro-batches per step over all ranks, for strategy invariant."
     )
     accumulation: int = Field(
         1,
@@ -210,9 +210,7 @@ class TrainConfig(Config):
         description="Maximum number of consecutive batches to skip if a rank runs out of memory in the forward pass.",
     )
 
-    checkpoint: CheckpointConfig = Field(
-        CheckpointConfig(), description="When checkpoints are saved, and how many are kept."
-    )
+    checkpoint: CheckpointConfig = Field(CheckpointConfig(), description="Settings for saving and keeping checkpoints.")
     resume: str = Field(
         "never",
         description="`never`, `auto` (newest checkpoint of the same name), or the path of a checkpoint or a run.",
@@ -221,7 +219,7 @@ class TrainConfig(Config):
         (),
         strict=False,
         examples=[["learning_rate"]],
-        description="Settings that may differ from those of the checkpoint.",
+        description="Settings that may differ from the settings in the checkpoint.",
     )
     resume_without: tuple[str, ...] = Field(
         (),
@@ -239,27 +237,28 @@ class TrainConfig(Config):
         None,
         ge=1,
         examples=[32],
-        description="Samples in a forward pass of an evaluation on one rank; by default, as in training.",
+        description="Samples in one forward pass of an evaluation on one rank; by default, as in training.",
     )
     run_test: bool | None = Field(
         None,
         examples=[False],
-        description="Evaluate the `test_data` of `Trainer` after the last step; by default, only if it is passed.",
+        description="Evaluate the `test_data` of `Trainer` after the last step; by default, only if `test_data` is "
+        "passed.",
     )
     target_loss: float | None = Field(
         None, examples=[2.0], description="Stop as soon as the validation loss is at most this value."
     )
     best: BestConfig = Field(
         BestConfig(),
-        description="The metric that decides which evaluation is the best, for `early_stopping` and `best_model`.",
+        description="The metric that selects the best evaluation, for `early_stopping` and `best_model`.",
     )
     early_stopping: EarlyStoppingConfig = Field(
-        EarlyStoppingConfig(), description="When a run stops early because the metric no longer improves."
+        EarlyStoppingConfig(), description="Settings for stopping a run when the metric no longer improves."
     )
     best_model: bool = Field(False, description="Keep the weights of the best evaluation in the directory `best`.")
     tensorboard: bool = Field(True, description="Write TensorBoard events next to `metrics.jsonl`.")
     private: bool = Field(
-        True, description="Only you can read the run directory; if false, its permissions follow the umask."
+        True, description="Whether only you can read the run directory; if false, its permissions follow the umask."
     )
     memory_limit_mb: float = Field(
         0, ge=0, description="Memory in MB above which a rank logs a warning; 0 disables the warning."
@@ -465,7 +464,7 @@ class TaskConfig(TrainConfig):
         description="Import path of a loss function, or import path and arguments of a class with callable instances, "
         "`{class: mymodule.MyLoss, args: {...}}`; by default, the loss of the task.",
     )
-    source: SourceConfig = Field(SourceConfig(), description="How samples are read and distributed.")
+    source: SourceConfig = Field(SourceConfig(), description="Settings for reading and distributing samples.")
     batch_size: int = Field(16, ge=1, description="Samples in one optimizer step, over all ranks.")
     per_device_train_batch_size: int | None = Field(
         None,
@@ -475,7 +474,7 @@ class TaskConfig(TrainConfig):
         "of samples, times the micro-batches per rank, times the number of ranks.",
     )
     learning_rate_rule: Literal["fixed", "linear", "sqrt"] = Field(
-        "fixed", description="How the learning rate scales with `batch_size`."
+        "fixed", description="The rule for scaling the learning rate with `batch_size`."
     )
     learning_rate_batch: int = Field(16, ge=1, description="The `batch_size` for which `learning_rate` was chosen.")
     nprocs: int = Field(2, ge=1, description="Number of ranks to start; ignored if torchrun or srun started the ranks.")
@@ -497,10 +496,11 @@ class TaskConfig(TrainConfig):
     def peak_learning_rate(self) -> float:
         """`learning_rate`, scaled to `batch_size` by `learning_rate_rule`.
 
-        The rules are heuristics for a batch that is k times as large. With the linear rule, one step should change the
-        weights as much as k steps with the smaller batch (Goyal et al., "Accurate, large minibatch SGD", 2017, with a
-        warm-up). The square-root rule is for Adam, which divides by the gradient's noise. The noise decreases by a
-        factor of sqrt(k) (Malladi et al., "On the SDEs and scaling rules for adaptive gradient algorithms", 2022).
+        The rules are heuristics for a batch that is k times as large as `learning_rate_batch`. With the linear rule and
+        a warm-up, one step should change the weights as much as k steps with the smaller batch (Goyal et al.,
+        "Accurate, large minibatch SGD", 2017). The square-root rule is for Adam, which divides the gradient by its
+        magnitude. If noise dominates the gradient, this magnitude decreases by a factor of sqrt(k) (Malladi et al., "On
+        the SDEs and scaling rules for adaptive gradient algorithms", 2022).
         """
         times = self.batch_size / self.learning_rate_batch
         return self.learning_rate * {"fixed": 1.0, "linear": times, "sqrt": times**0.5}[self.learning_rate_rule]

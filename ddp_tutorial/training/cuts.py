@@ -28,7 +28,7 @@ def is_unmeasured(config: TrainConfig, ranks: int) -> bool:
 def with_recorded_cuts(config: TrainConfig, world: World, ranks: int) -> TrainConfig:
     """Return `config` with the pipeline cuts that are recorded in the checkpoint from which the run resumes.
 
-    Collective. If the recorded cuts do not match the number of stages on `ranks` ranks, `config` is returned unchanged.
+    Collective. If the recorded cuts do not match the number of stages on `ranks` ranks, return `config` unchanged.
     """
     if not is_unmeasured(config, ranks):
         return config

@@ -1,4 +1,4 @@
-"""Track a run's evaluations, to keep the best weights and to detect a lack of progress."""
+"""Track a run's evaluations to keep the best weights and to detect a lack of progress."""
 
 import shutil
 from collections.abc import Collection, Mapping
@@ -19,10 +19,10 @@ from ddp_tutorial.world import World
 class EvaluationTracker:
     """A run's evaluations, and the decisions based on `config.best`, `config.target_loss` and `config.early_stopping`.
 
-    The decisions depend only on the evaluations, which are part of the checkpoint. Therefore, a resumed run makes
-    the same decisions as an uninterrupted run. With `config.best_model`, rank 0 keeps the weights of the best
-    evaluation in the run folder. Until the run finishes, it also keeps the weights of the evaluations that were the
-    best at the last two checkpoints.
+    The decisions depend only on the evaluations, which are part of the checkpoint. Therefore, a resumed run makes the
+    same decisions as an uninterrupted run. With `config.best_model`, rank 0 keeps the weights of the best evaluation in
+    the run folder. Until the run finishes, rank 0 also keeps the weights of the evaluations that were the best at the
+    last two checkpoints.
     """
 
     def __init__(self, world: World, run: RunFolder, config: TrainConfig, rule: StoppingRule) -> None:
@@ -83,14 +83,14 @@ class EvaluationTracker:
     def record_checkpoint(self) -> None:
         """Record that a checkpoint contains the evaluations so far.
 
-        The weights of the best of these evaluations are kept until two later checkpoints have been saved. Until then, a
-        killed run may resume from this checkpoint, and its later evaluations may be worse the second time.
+        The weights of the best evaluation so far are kept until two later checkpoints have been saved. Until then, a
+        killed run may resume from this checkpoint, and the repeated evaluations may be worse.
         """
         if self.config.best_model:
             self._at_checkpoints = [*self._at_checkpoints[-1:], self.step]
 
     def remove_superseded(self) -> None:
-        """On rank 0, remove all weights except those of the best evaluation, if these weights are saved."""
+        """If the weights of the best evaluation are saved, remove all other weights on rank 0."""
         if self.config.best_model and self.step in self.saved_steps():
             self.remove_saved(excluded=[self.step])
 

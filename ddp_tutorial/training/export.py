@@ -49,7 +49,7 @@ def _without_imports(config: TaskConfig, run: str | Path) -> TaskConfig:
 def load(run: str | Path, model: nn.Module | None = None, *, best: bool = False) -> nn.Module:
     """Return a run's final model in evaluation mode.
 
-    If the run has not finished, the function returns the model of the newest valid checkpoint.
+    If the run has not finished, return the model from the newest valid checkpoint.
 
     Args:
         run: The directory of the run.
@@ -127,13 +127,13 @@ def sample(
     config = config_of(run)
     if config.has_tokens and config.tokenizer == BYTES:
         raise ConfigError(
-            f"{run} was trained on {config.corpus!r} without a tokenizer, so its tokens cannot be decoded; train "
-            "with tokenizer=PATH, where PATH is the tokenizer.json that produced the tokens"
+            f"{run} was trained on {config.corpus!r} without a tokenizer, so its tokens cannot be decoded. Set "
+            "'tokenizer' to the path of the tokenizer.json that produced the tokens, and train again"
         )
     tokenizer = load_tokenizer(config.tokenizer)
     tokens = tokenizer.encode(prompt)
     if not len(tokens):
-        raise ConfigError(f"the prompt must contain at least one token, but the tokenizer removes all of {prompt!r}")
+        raise ConfigError(f"the prompt must contain at least one token, but the tokenizer produced none for {prompt!r}")
     generated = model.generate(tokens, length, temperature=temperature, seed=seed)
     return tokenizer.decode(generated)
 

@@ -57,7 +57,7 @@ class Block(nn.Module):
 
 
 class _Embed(nn.Module):
-    """An embedding that maps tokens [batch, time] to [batch, time, width]. Its modules are shared with a `GPT`."""
+    """The part of a `GPT` that maps tokens [batch, time] to embeddings [batch, time, width]."""
 
     def __init__(self, tokens: nn.Embedding, positions: nn.Embedding, dropout: nn.Dropout) -> None:
         super().__init__()
@@ -82,9 +82,9 @@ class _Recomputed(nn.Module):
 class GPT(nn.Module, PyTorchModelHubMixin):
     """A GPT that maps tokens [batch, time] to logits [batch, time, vocab]. The time dimension is at most `context`.
 
-    With `recompute`, only the block inputs are stored, and the backward pass recomputes the other activations. This
-    saves memory but requires about a third more computation (Chen et al., "Training deep nets with sublinear memory
-    cost", 2016). The result is bitwise identical to the result without `recompute`, even with dropout.
+    With `recompute`, only the block inputs are stored, and the backward pass recomputes the other activations.
+    Recomputation saves memory but requires about a third more computation (Chen et al., "Training deep nets with
+    sublinear memory cost", 2016). The result is bitwise identical to the result without `recompute`, even with dropout.
 
     The initial weights depend on the state of torch's random number generator. Before you create the model, call
     `torch.manual_seed` with the same seed on every rank, so that all ranks start with the same weights.
@@ -113,7 +113,7 @@ class GPT(nn.Module, PyTorchModelHubMixin):
         self.head = nn.Linear(width, vocab, bias=False)
         self.apply(self._init)
         for name, weight in self.named_parameters():
-            # Two per layer, which add to the residual stream; keep its variance constant.
+            # Each block adds two projections to the residual stream. Scale them to keep its variance constant.
             if name.endswith("project.weight"):
                 nn.init.normal_(weight, std=0.02 / math.sqrt(2 * layers))
         self.head.weight = self.tokens.weight  # tied: one tensor with two uses, whose gradients are summed
@@ -155,9 +155,9 @@ class GPT(nn.Module, PyTorchModelHubMixin):
 
 
 def loss_sum(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-    """Return the cross-entropy in nats, summed over all targets except -100.
+    """Return the cross-entropy in nats, summed over all targets that are not -100.
 
-    The result is a sum, because the sums of several ranks can be added, but their means cannot.
+    The result is a sum, because sums can be added across ranks, but means cannot.
     """
     return F.cross_entropy(logits.flatten(0, -2), targets.flatten(), reduction="sum")
 

@@ -22,7 +22,7 @@ def import_object(name: str, path: str, is_known: Callable[[Any], bool]) -> Any:
     module_name, _, attribute = path.rpartition(".")
     try:
         module = importlib.import_module(module_name)
-        is_found = hasattr(module, attribute)  # a module may import the object only now
+        is_found = hasattr(module, attribute)  # a module may import an attribute lazily
     except (Exception, SystemExit) as error:
         raise ConfigError(
             f"'{name}' is {path!r}, but the module {module_name!r} cannot be imported: {_in_one_line(error)}"
@@ -64,13 +64,14 @@ def import_callable(name: str, setting: str | ClassSetting) -> Callable[..., Any
     found = construct(name, setting, object)
     if not callable(found):
         raise ConfigError(
-            f"'{name}.class' must be a class with callable instances, got {setting['class']!r}. Define __call__"
+            f"'{name}.class' must be a class with callable instances, got {setting['class']!r}. Define a "
+            "__call__ method"
         )
     return found
 
 
 def check_arguments(name: str, setting: ClassSetting, base: type) -> None:
-    """Import a setting's class. Raise `ConfigError` if its constructor does not accept the setting's arguments.
+    """Import a setting's class. Raise `ConfigError` if the class does not accept the setting's arguments.
 
     The class is not instantiated, because a model may be large.
     """
@@ -84,7 +85,7 @@ def check_arguments(name: str, setting: ClassSetting, base: type) -> None:
 def construct(name: str, setting: ClassSetting, base: type[Base], *args: Any, **defaults: Any) -> Base:
     """Import a setting's class, and construct an object with `args` and the setting's keyword arguments.
 
-    The class must be a subclass of `base`. The setting may override the keyword arguments `defaults`.
+    The class must be a subclass of `base`. `defaults` are keyword arguments that the setting may override.
 
     Raises:
         ConfigError: If the class cannot be imported, or if it does not accept the arguments.

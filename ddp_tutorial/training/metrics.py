@@ -1,4 +1,4 @@
-"""Support validation metrics, such as the area under the ROC curve, that are not a sum divided by a count."""
+"""Support validation metrics that are not a sum divided by a count, such as the area under the ROC curve."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol

@@ -28,7 +28,7 @@ OPTIMIZERS: dict[str, tuple[Callable[..., Optimizer], dict[str, Any]]] = {
     "sgd": (torch.optim.SGD, {"momentum": 0.9}),
 }
 
-# The remaining fraction of the decay, when the fraction `done` of its steps is complete.
+# The remaining fraction of the decay, after the fraction `done` of the steps of the decay.
 SCHEDULES: dict[str, Callable[[float], float]] = {
     "cosine": lambda done: (1 + math.cos(math.pi * done)) / 2,
     "linear": lambda done: 1 - done,
@@ -37,7 +37,7 @@ SCHEDULES: dict[str, Callable[[float], float]] = {
 
 
 def make_optimizer(model: nn.Module, config: TrainConfig) -> Optimizer:
-    """Return the optimizer that `config` specifies, for the trainable parameters.
+    """Return the optimizer that `config` specifies for the trainable parameters of `model`.
 
     AdamW and SGD are fused, unless a parameter is complex, because torch has no fused kernel for complex numbers. A
     class that `config` specifies by import path receives only the learning rate and its own arguments.
@@ -81,7 +81,7 @@ def make_scheduler(optimizer: Optimizer, config: TrainConfig) -> LRScheduler:
 def config_for(optimizer: OptimizerLike | None, config: SomeConfig) -> SomeConfig:
     """Return the config. If the caller passes an `optimizer`, disable the default schedule and clipping.
 
-    In that case, clipping applies only if `clip` is set, and the schedule and warm-up apply only if one of their
+    With an `optimizer`, clipping applies only if `clip` is set, and the schedule and warm-up apply only if one of their
     settings is set. A setting counts as set even if its value is the default.
     """
     if optimizer is None:
@@ -95,7 +95,7 @@ def config_for(optimizer: OptimizerLike | None, config: SomeConfig) -> SomeConfi
 
 
 def resolve_optimizer(optimizer: OptimizerLike, model: nn.Module) -> Optimizer:
-    """Return `optimizer` or, if it is a function, the optimizer that it creates for the model.
+    """Return `optimizer`. If `optimizer` is a function, return the optimizer that the function creates for `model`.
 
     Raises:
         ConfigError: If the result is not an optimizer.
@@ -107,7 +107,7 @@ def resolve_optimizer(optimizer: OptimizerLike, model: nn.Module) -> Optimizer:
     if isinstance(optimizer, (list, tuple)):
         fix = "use one optimizer with several parameter groups, like torch.optim.SGD([{'params': ..., 'lr': ...}, ...])"
     else:
-        fix = "construct it, as in torch.optim.SGD(model.parameters(), lr=0.1), or pass a function that constructs it"
+        fix = "pass an optimizer, as in torch.optim.SGD(model.parameters(), lr=0.1), or a function that constructs one"
     raise ConfigError(
         "'optimizer' must be an Optimizer or a function that takes the model and returns an Optimizer, "
         f"{_got(optimizer)}: {fix}"
@@ -115,7 +115,7 @@ def resolve_optimizer(optimizer: OptimizerLike, model: nn.Module) -> Optimizer:
 
 
 def resolve_scheduler(scheduler: SchedulerLike, optimizer: Optimizer) -> LRScheduler:
-    """Return `scheduler` or, if it is a function, the scheduler that it creates for the optimizer.
+    """Return `scheduler`. If `scheduler` is a function, return the scheduler that the function creates for `optimizer`.
 
     Raises:
         ConfigError: If the result is not a scheduler, if it requires a validation loss, or if it schedules a different
@@ -128,7 +128,7 @@ def resolve_scheduler(scheduler: SchedulerLike, optimizer: Optimizer) -> LRSched
             f"{_got(found)}. To use several schedulers, chain them with torch.optim.lr_scheduler.SequentialLR"
         )
     require_no_metric(found)
-    if found.optimizer is not optimizer:  # its steps would not change the learning rate of the run
+    if found.optimizer is not optimizer:  # the scheduler would not change the run's learning rate
         raise ConfigError(
             "'scheduler' must schedule the optimizer of the run, got a scheduler of a different optimizer. Pass a "
             f"function instead, as in scheduler=lambda optimizer: {type(found).__name__}(optimizer, ...)"
@@ -141,7 +141,7 @@ def _got(value: object) -> str:
 
 
 def require_no_metric(scheduler: LRScheduler) -> None:
-    """Raise `ConfigError` for `ReduceLROnPlateau`, which depends on evaluations rather than on the step."""
+    """Raise `ConfigError` for `ReduceLROnPlateau`, which depends on evaluations instead of steps."""
     if isinstance(scheduler, ReduceLROnPlateau):
         raise ConfigError(
             "ReduceLROnPlateau is not supported: it requires a validation loss, but the schedule is updated after "
@@ -161,7 +161,7 @@ def check_update(config: TrainConfig) -> None:
 def learning_rate_factor(config: TrainConfig) -> Callable[[int], float]:
     """Return a function that maps a step to its learning-rate factor.
 
-    The factor rises linearly during the warm-up. A cosine or linear schedule then decreases it, and reaches
+    The factor rises linearly during the warm-up. A cosine or linear schedule then decreases the factor to
     `final_lr_fraction` at the last step of the schedule.
     """
 

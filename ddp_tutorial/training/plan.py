@@ -37,7 +37,7 @@ def plan(config: TaskConfig, layers: Iterable[Layer], environ: Mapping[str, str]
 
     Raises:
         ConfigError: If the world or the device is not available, if `tasks.check_start` rejects the config, or if the
-            model or the loss requires the values of tensors, which the memory estimate does not compute.
+            memory cannot be estimated because the model or the loss requires tensor values.
     """
     if joins := is_launched_rank(environ):
         world = World.detect(environ, device=config.device, backend=config.backend)
@@ -90,8 +90,8 @@ def plan(config: TaskConfig, layers: Iterable[Layer], environ: Mapping[str, str]
 def settings(config: TaskConfig, layers: Iterable[Layer], used: TaskConfig | None = None) -> dict[str, dict[str, Any]]:
     """Return the value and the origin of each setting, by dotted name.
 
-    The origin is the last of `layers` that set the value. `used` is `config` with `steps` and `batch_size` computed
-    from alternative settings, such as `num_epochs`, which are then reported as the origin.
+    The origin of a setting is the last of `layers` that sets the value. `used` is `config` with the computed `steps`
+    and `batch_size`. The origin of a computed value is the setting from which it was computed, such as `num_epochs`.
     """
     set_by: dict[str, str] = {}
     for origin, values in layers:
@@ -154,7 +154,7 @@ def stages_of_ranks(config: TaskConfig, samples: int, ranks: int) -> list[dict[s
 
 @contextmanager
 def _meta_device() -> Iterator[None]:
-    """Create tensors on the meta device. Raise `ConfigError` if the model or the loss requires their values."""
+    """Create tensors on the meta device. Raise `ConfigError` if the model or the loss requires tensor values."""
     try:
         with torch.device("meta"):
             yield
@@ -199,7 +199,7 @@ def step_bytes_sent(config: TaskConfig, parameters: int, ranks: int, micro_batch
 
 
 def total_memory(device: str, ranks: int) -> int:
-    """Return the size in bytes of this machine's main memory or, for device `cuda`, of the memory of `ranks` GPUs."""
+    """Return the size in bytes of this machine's main memory, or of the memory of `ranks` GPUs for device `cuda`."""
     if device == "cuda":
         return sum(
             torch.cuda.get_device_properties(number).total_memory

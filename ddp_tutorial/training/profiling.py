@@ -1,7 +1,7 @@
 """Run PyTorch's profiler for a few steps on every rank, and record the timeline of all ranks.
 
 After profiling, the run folder contains one PyTorch profiler trace per rank, `profile/rank_N.json.gz`, which records
-all operators. `profile/timeline.json` contains the phases of all ranks on one clock. Open these files in
+all operators. `profile/timeline.json` contains the phases of all ranks on a common clock. Open these files in
 chrome://tracing or https://ui.perfetto.dev. `python -m ddp_tutorial logs timeline RUN` draws the timeline.
 """
 
@@ -29,9 +29,9 @@ class StepProfiler:
     def __init__(
         self, world: World, run: RunFolder, first: int, last: int, link: Link | None, options: dict[str, Any]
     ) -> None:
-        """Create a profiler that is not running yet. It passes `options` to `torch.profiler.profile`.
+        """Create a profiler that is not running yet. `options` are passed to `torch.profiler.profile`.
 
-        `link` sends the gradients, and is None if PyTorch sends them.
+        `link` is the link that sends the gradients, or None if PyTorch sends the gradients.
         """
         self.world, self.run, self.first, self.last, self.link = world, run, first, last, link
         self.options = options
@@ -39,7 +39,7 @@ class StepProfiler:
         self._watching = ExitStack()
 
     def before(self, step: int) -> None:
-        """Start profiling if `step` is the first step to profile. A run resumed at a later step is not profiled."""
+        """Start profiling if `step` is the first step to profile. A run that resumes later is not profiled."""
         if step != self.first or self.first > self.last:
             return
         activities = [ProfilerActivity.CPU]

@@ -50,8 +50,8 @@ def make_train_step(
         scheduler: A learning-rate scheduler, or a function that takes the optimizer and returns a scheduler.
 
     Raises:
-        ConfigError: If the model is on a different device or cannot be compiled, or if the optimizer does not fit
-            the model.
+        ConfigError: If the model is on the wrong device or cannot be compiled, or if the optimizer does not fit the
+            model.
     """
     require_group(world)
     config = config_for(optimizer, config)
@@ -81,16 +81,16 @@ def _on_device(model: nn.Module, world: World) -> nn.Module:
     """Move `model` to this rank's device.
 
     Raises:
-        ConfigError: If the model is frozen or on a different device, or if its state is not stored in tensors.
+        ConfigError: If the model is frozen or on the wrong device, or if its state is not stored in tensors.
     """
     for name, value in model.state_dict().items():
         if not isinstance(value, torch.Tensor):
             raise ConfigError(
                 f"the model's state dict must contain only tensors, got {type(value).__name__} for {name!r}. Return a "
-                "tensor from get_extra_state, or do not define it"
+                "tensor from get_extra_state, or remove this method"
             )
     if not any(parameter.requires_grad for parameter in model.parameters()):
-        raise ConfigError("the model must have a trainable parameter, but it has no parameters or all are frozen")
+        raise ConfigError("the model must have at least one parameter with requires_grad=True, got none")
     tensors = dict([*model.named_parameters(), *model.named_buffers()])
     if all(tensor.device.type == "cpu" for tensor in tensors.values()):
         return model.to(world.device)

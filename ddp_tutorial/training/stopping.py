@@ -96,7 +96,7 @@ def without_progress(
     Args:
         values: The value of the metric by step.
         minimum_delta: The amount that an improvement must exceed. A NaN value is never an improvement.
-        grace_steps: The number of initial steps whose evaluations can be the best evaluation but are not counted.
+        grace_steps: The number of initial steps whose evaluations are not counted but may be the best.
         mode: "min" if lower values are better, or "max" if higher values are better.
     """
     sign = 1 if mode == "min" else -1

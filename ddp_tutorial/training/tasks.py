@@ -5,7 +5,7 @@
 
 `batch_size` is the number of samples in a step over all ranks, so one process and N ranks do the same work. To train
 your own model on your own data from config files and the command line, define a `Task` in a module. Then set `task` to
-its import path, such as `mymodule.DIGITS`.
+the import path of your `Task`, such as `mymodule.DIGITS`.
 """
 
 from collections.abc import Callable
@@ -134,7 +134,7 @@ def loss_of(config: TaskConfig) -> Loss:
 
 
 def samples_of(config: TaskConfig, world: World) -> tuple[Data, Data]:
-    """Return the training and validation samples. Raise `ConfigError` if there are too few. Collective."""
+    """Return the training and validation samples. Raise `ConfigError` if there are too few samples. Collective."""
     with rank_zero_first(world):
         train, validation = task_of(config).samples(config)
     if len(train) < config.batch_size or not len(validation):

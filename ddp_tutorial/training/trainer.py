@@ -205,13 +205,13 @@ class Trainer:
         """
         if self.is_finished:
             raise ConfigError(
-                f"this Trainer has already finished its run, at step {self.step_count}. To train again, create a new "
+                f"this Trainer has already finished its run at step {self.step_count}. To train again, create a new "
                 "Trainer. To train longer, set a larger 'steps', resume=auto and resume_allow=[steps]"
             )
         with ExitStack() as afterwards, self.record.exclusive():
             afterwards.callback(torch.set_num_threads, self.threads)
             if self.config.resume == "auto":
-                self.start = self.find_resume_point()  # if it raises, no file has changed
+                self.start = self.find_resume_point()  # this may raise, so no file changes earlier
             with self.record, self.stopping.handle_signals(), self.profiler:
                 self.log_start()
                 self.resume()
@@ -264,7 +264,7 @@ class Trainer:
             call_on_all_ranks(self.world, self.callbacks, method)
 
     def epoch(self) -> dict[str, float]:
-        """Return a dict that contains the number of passes over the data as `epoch`, unless that number is unknown."""
+        """Return a dict that maps "epoch" to the number of passes over the data, or {} if that number is unknown."""
         per_epoch = self.train_step.source.steps_per_epoch
         return {"epoch": round(self.step_count / per_epoch, 4)} if per_epoch else {}
 
@@ -327,7 +327,7 @@ class Trainer:
         }
 
     def reseed(self, step: int) -> None:
-        """Seed this rank's random number generators from the run's seed, the rank and `step`, for a new world size."""
+        """Seed this rank's generators for a new world size, from the run's seed, the rank and `step`."""
         reseed(self.config.seed, self.world.rank, step, device=self.world.device)
 
     def progress(self) -> dict[str, Any]:
@@ -360,7 +360,7 @@ class Trainer:
         self.call_back(lambda callback: callback.on_save(self, self.step_count))
 
     def share_losses(self) -> None:
-        """Broadcast rank 0's losses in local SGD, because each rank stores only its own losses. Collective."""
+        """In local SGD, broadcast rank 0's losses, because each rank stores only its own losses. Collective."""
         if self.config.strategy in LOCAL:
             self.log.losses, self.log.count = from_rank_zero(self.world, (self.log.losses, self.log.count))
 
@@ -397,7 +397,7 @@ class Trainer:
 
     def means_on(self, data: Data, samples: int) -> dict[str, float]:
         """Return the mean loss and metrics on the first `samples` samples of `data`."""
-        # To need no more memory than training, a forward pass processes at most as many samples as a micro-batch.
+        # A forward pass gets at most the samples of a micro-batch, so evaluation needs no more memory than training.
         micro_batches = self.world.size * self.train_step.strategy.micro_batches_per_rank
         size = self.config.per_device_eval_batch_size or max(1, self.train_step.source.batch_size // micro_batches)
         with torch.compiler.set_stance("force_eager"), self.train_step.strategy.evaluation_weights():
@@ -417,10 +417,10 @@ class Trainer:
         return means
 
     def finish(self) -> TrainResult:
-        """Check that all ranks hold the same weights. Then write the model and the result, in this order, on rank 0.
+        """Check that all ranks hold the same weights, then write the model and the result on rank 0, in this order.
 
-        Collective. No rank returns before rank 0 has written the files. If rank 0 cannot write them, all ranks raise
-        rank 0's error.
+        Collective. No rank returns before rank 0 has written the files. If rank 0 cannot write the files, all ranks
+        raise rank 0's error.
         """
         self.stopping.close()
         self.train_step.strategy.sync_buffers()
@@ -440,7 +440,7 @@ class Trainer:
                 run=self.run.path,
                 losses=self.log.losses,
                 evaluations=self.best.evaluations,
-                rate=statistics.median(self.log.rates[1:] or self.log.rates or [0.0]),  # the first is a warm-up
+                rate=statistics.median(self.log.rates[1:] or self.log.rates or [0.0]),  # the first step is a warm-up
                 weights=digest(weights),
                 stopped_at=self.step_count if self.step_count < self.config.steps and not self.best.is_over else None,
                 by_signal=self.requested == "signal",
@@ -456,7 +456,7 @@ class Trainer:
                 LOG.info(message, used["imbalance"])
 
             def write() -> None:
-                if not self.run.result.exists():  # it exists if a finished run's command was rerun
+                if not self.run.result.exists():  # the file exists if a finished run's command was rerun
                     save_model(model, self.run.model)
                     if result.stopped_at is None:  # otherwise, the run may resume from an earlier checkpoint
                         self.best.remove_superseded()
@@ -501,7 +501,7 @@ def evaluation_samples(dataset: Any, world: World, what: str) -> Data | None:
     """Return the samples of `dataset`, or None if `dataset` is None. Collective.
 
     Raises:
-        ConfigError: If there are no samples, or if they differ between ranks. The message contains `what`.
+        ConfigError: If there are no samples, or if the samples differ between ranks. The message contains `what`.
     """
     if dataset is None:
         return None

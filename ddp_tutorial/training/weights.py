@@ -19,9 +19,9 @@ WEIGHTS = "model.safetensors"
 def save_model(model: nn.Module, folder: Path) -> None:
     """Write `model` to `folder`. A previous model in `folder` is replaced after the new model has been written.
 
-    A model with a `save_pretrained` method, such as a Hugging Face model or this package's `GPT`, is written by that
-    method, which also stores the config. The weights and buffers of other models are written as safetensors. Tied
-    tensors are written once.
+    If the model has a `save_pretrained` method, as Hugging Face models and this package's `GPT` do, this method writes
+    the weights and the config. The weights and buffers of other models are written as safetensors. Tied tensors are
+    written once.
     """
     remove_temporary(folder.parent, folder.name)
     with directory_replaced_atomically(folder) as aside:
@@ -39,9 +39,9 @@ def write_model(model: nn.Module, folder: Path) -> None:
 
 
 def load_state(model: nn.Module, state: Mapping[str, torch.Tensor], path: Path) -> None:
-    """Load the weights of the checkpoint at `path` into `model`.
+    """Load `state`, the weights of the checkpoint at `path`, into `model`.
 
-    Sharded weights may be stored in `state` as flat vectors. Tied weights are stored only under their first name.
+    `state` may contain sharded weights as flat vectors, and contains tied weights only under their first name.
 
     Raises:
         ConfigError: If the weights do not fit `model`.
@@ -76,7 +76,7 @@ def load_weights(model: nn.Module, folder: Path) -> None:
 
 @contextmanager
 def _weights_must_fit(path: Path) -> Iterator[None]:
-    """Convert the error that torch or safetensors raises for unsuitable weights to a `ConfigError`."""
+    """Convert the error that torch or safetensors raises for mismatched weights to a `ConfigError`."""
     try:
         yield
     except RuntimeError as error:
