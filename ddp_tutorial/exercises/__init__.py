@@ -1,4 +1,4 @@
-"""Exercises, each with a task, a check that explains mistakes, a series of hints, and a solution.
+"""Define exercises with a task, a check that explains mistakes, a series of hints, and a solution.
 
 In a notebook:
 
@@ -9,9 +9,9 @@ In a notebook:
     exercise.hint()             # the next hint
     exercise.show_solution()
 
-Each exercise also contains wrong answers that show common mistakes. The tests check the solution, which must pass, and
-every wrong answer, which must fail. Each notebook's exercises are in the module named after the notebook.
-`progress()` shows which exercises you have passed.
+Each exercise also contains wrong answers with common mistakes. The tests verify that the solution passes the check and
+that every wrong answer fails. Each notebook's exercises are in the module named after the notebook. `progress()` shows
+which exercises you have passed.
 """
 
 import ast
@@ -50,7 +50,7 @@ _NOT_OWN = (str(Path(__file__).parents[1]), str(Path(torch.__file__).parent), sy
 
 
 class WrongAnswerError(AssertionError):
-    """A wrong answer. The message explains to the learner what is wrong."""
+    """A wrong answer. The message explains the mistake to the learner."""
 
 
 @dataclass
@@ -60,8 +60,8 @@ class Exercise:
     An answer is a function, a class, or the path of a script.
 
     Attributes:
-        task: The assignment, printed if the answer is not filled in yet.
-        test: A function that takes the answer, and returns a success message or raises `WrongAnswerError`. The
+        task: The assignment, which `check` prints if the answer is not filled in yet. test: A function that takes the
+        answer, and returns a success message or raises `WrongAnswerError`. The
             function may start ranks.
         solution: A correct answer.
         wrong: A dict that maps a short description of each mistake to an answer with this mistake.
@@ -191,7 +191,7 @@ _ENDLESS = f"Your answer has used {_SECONDS:.0f} seconds of CPU time and has not
 
 @contextmanager
 def _limit_cpu_time() -> Iterator[None]:
-    """Raise `_EndlessError` if the block exceeds its CPU time limit, which applies only in the main thread."""
+    """Raise `_EndlessError` if the block exceeds the CPU time limit. The limit applies only in the main thread."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -214,7 +214,7 @@ def _own_line(error: BaseException) -> str:
     if not own:
         return _missing_return_hint(error)
     place = rename_cells(f'File "{own[-1].filename}", line {own[-1].lineno}')
-    return f"\nIt was at {place}: {own[-1].line}"
+    return f"\nThe error occurred in {place}: {own[-1].line}"
 
 
 def _missing_return_hint(error: BaseException) -> str:
@@ -226,7 +226,7 @@ def _missing_return_hint(error: BaseException) -> str:
 
 
 def progress() -> Progress:
-    """Return a table of all exercises, with a mark next to each exercise passed on this machine (see `passed`)."""
+    """Return a table that lists all exercises, and marks the exercises passed on this machine (see `passed`)."""
     return progress_in([name for name, _ in _exercises_of(_modules())])
 
 
@@ -242,7 +242,7 @@ def _exercises_of(modules: Sequence[str]) -> Iterator[tuple[str, Exercise]]:
 
 
 def without_annotations(source: str) -> str:
-    """Return `source` without type annotations, because a notebook may not have imported the names that they use."""
+    """Return `source` without type annotations, because a notebook may not have imported the annotated types."""
     lines = source.split("\n")
     spans = []  # (line, column) of the start and end of each annotation
     for node in ast.walk(ast.parse(source)):
@@ -268,7 +268,7 @@ def imports_for(source: str, solution: Answer) -> list[str]:
 
 
 def globals_in(source: str) -> set[str]:
-    """Return the global names that functions in `source` read when they are called."""
+    """Return the names of the globals that the functions in `source` read."""
     found: set[str] = set()
     codes = [compile(source, "solution", "exec")]
     while codes:
@@ -300,7 +300,7 @@ def number(answer: Answer, *arguments: object) -> float:
 
 @contextmanager
 def counted(names: Sequence[str]) -> Iterator[list[str]]:
-    """Yield a list to which each call of one of these `torch.distributed` functions appends the function's name."""
+    """Yield a list that records, by name, each call to one of the `torch.distributed` functions in `names`."""
     calls: list[str] = []
 
     def counting(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
@@ -319,7 +319,7 @@ def on_ranks(run: Callable[..., Any], nprocs: int, *args: Any, stuck: str, timeo
     """Run a check on `nprocs` ranks, and return the result of each rank.
 
     Raises:
-        WrongAnswerError: If a rank has not returned after `timeout` seconds. The message starts with the text `stuck`.
+        WrongAnswerError: If a rank has not returned after `timeout` seconds. The message starts with `stuck`.
     """
     try:
         return launch(run, nprocs, *args, device="cpu", timeout=timeout)  # the output of the answer is shown

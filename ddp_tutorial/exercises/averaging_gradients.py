@@ -1,4 +1,4 @@
-"""Exercises for notebook 03_averaging_gradients. They cover manual averaging, unequal batches, and unknown faults."""
+"""Exercises on manual averaging, unequal batches, and unknown faults, for notebook 03_averaging_gradients."""
 
 from collections.abc import Callable
 
@@ -15,7 +15,7 @@ from ddp_tutorial.world import World
 
 
 class _Routes(nn.Module):
-    """Model with three weight vectors of the same length.
+    """A model with three weight vectors of the same length.
 
     Every rank uses `always`, only some ranks use `sometimes`, and `frozen` does not require a gradient. The loss is
     linear in the weights: the gradient of `always` is the input, and the gradient of `sometimes` is ten times the
@@ -34,7 +34,7 @@ class _Routes(nn.Module):
 
 
 def _run_average(world: World, answer: Answer) -> None:
-    """Check two averages. Rank r's input is [r + 1, 0]. In the second, the last rank skips the weight `sometimes`."""
+    """Check two passes. Rank r's input is [r + 1, 0]. In pass 2, the last rank skips the weight `sometimes`."""
     local = torch.tensor([world.rank + 1.0, 0.0])
     everyone = sum(range(1, world.size + 1)) / world.size
     with_detour = sum(range(1, world.size)) / world.size
@@ -278,7 +278,7 @@ FAULTS = (
 
 
 class BlackBoxLoop:
-    """Training loop for a linear model on all ranks, with an unknown fault from `FAULTS`.
+    """A training loop for a linear model on all ranks, with an unknown fault from `FAULTS`.
 
     Attributes:
         learning_rate: The learning rate of plain SGD.
@@ -324,7 +324,7 @@ class BlackBoxLoop:
 
 
 def _run_black_box(world: World, answer: Answer) -> list[str]:
-    """Return the answer's result for each fault in `_SHUFFLED`. The fault "none" is neither first nor last."""
+    """Return the answer's result for each fault in `_SHUFFLED`."""
     names = []
     for fault in _SHUFFLED:
         try:

@@ -1,4 +1,4 @@
-"""Exercise for the `bitwise_identical_runs` deep dive. It covers a sum that does not depend on the number of ranks."""
+"""Exercise on a sum that does not depend on the number of ranks, for the `bitwise_identical_runs` deep dive."""
 
 from collections.abc import Sequence
 

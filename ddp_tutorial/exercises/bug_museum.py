@@ -1,4 +1,4 @@
-"""Exercises for notebook 13_bug_museum. They cover fixing a training loop and a checkpoint, and writing a detector."""
+"""Exercises on fixing a training loop and a checkpoint, and on writing a detector, for notebook 13_bug_museum."""
 
 import random
 from collections.abc import Callable, Iterator

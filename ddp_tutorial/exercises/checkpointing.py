@@ -1,4 +1,4 @@
-"""Exercises for notebook 10_checkpointing. They cover complete state, atomic multi-file saves, and surviving kills."""
+"""Exercises on complete state, atomic multi-file saves, and surviving kills, for notebook 10_checkpointing."""
 
 import copy
 import hashlib
@@ -27,7 +27,7 @@ from ddp_tutorial.world import World
 
 
 class MiniTrainer:
-    """A small training run in one process, with all the usual state. `step()` takes one step."""
+    """A small training run in one process, with the state of a typical run. `step()` takes one step."""
 
     def __init__(self) -> None:
         """Create the run before its first step."""
@@ -194,7 +194,7 @@ class _PowerCutError(Exception):
 
 @dataclass
 class Disk:
-    """Simulated disk with the durability guarantees of a real disk, but without folders.
+    """A simulated disk with the durability guarantees of a real disk, but without folders.
 
     Written data stays in memory until `sync(name)`. New names, renames and removals stay in memory until
     `sync_names()`. A power failure may lose any data that is only in memory. The disk applies name changes in order.
@@ -223,7 +223,7 @@ class Disk:
         self._files[self._names[name]] = data
 
     def sync(self, name: str) -> None:
-        """Block until all data written to the file has reached the disk."""
+        """Block until all data written to the file `name` has reached the disk."""
         self._operation()
         self._safe_files[self._names[name]] = self._files[self._names[name]]
 
@@ -240,7 +240,7 @@ class Disk:
         self._change({other: number for other, number in self._names.items() if other != name})
 
     def sync_names(self) -> None:
-        """Block until all current names have reached the disk."""
+        """Block until all name changes have reached the disk."""
         self._operation()
         self._safe_names = [self._names]
 
@@ -438,7 +438,7 @@ def _new_state(rank: int) -> dict[str, Any]:
 
 
 def _next_state(state: dict[str, Any]) -> dict[str, Any]:
-    """Return a rank's state after one more step. The state differs between the ranks."""
+    """Return a rank's state after one more step. The states of the ranks differ."""
     generator = torch.Generator()
     generator.set_state(state["rng"])
     weights = 0.9 * state["weights"] + torch.randn(_NUMBERS, generator=generator)
@@ -453,7 +453,7 @@ def _final_state(rank: int) -> dict[str, Any]:
 
 
 class _Killer:
-    """Trace function that counts the Python lines executed within the answer, and kills the rank at one of these lines.
+    """A trace function that counts the Python lines executed within the answer, and kills the rank at one of the lines.
 
     Half of the kills occur at a line of the answer itself. The other kills can occur at any line, for example in
     `torch.save`.
@@ -595,7 +595,7 @@ def _judge(notes: dict[str, dict[int, Any]], durable: int, happened: str) -> int
 
 
 def _damage(folder: Path, chance: random.Random) -> str:
-    """Flip one bit in the latest large file or truncate the file, at random. Return a description of the damage."""
+    """At random, flip one bit of the latest large file or truncate the file. Return a description of the damage."""
     files = [path for path in folder.rglob("*") if path.is_file() and path.stat().st_size > _NUMBERS]
     path = max(files, key=lambda each: each.stat().st_mtime_ns)
     if chance.random() < 0.5:
@@ -716,7 +716,7 @@ class _Checkpoints:
 
 
 class _InPlace(_Checkpoints):
-    """Variant in which each rank overwrites its own file."""
+    """A variant in which each rank overwrites its own file."""
 
     def save(self, step: int, state: dict[str, Any]) -> None:
         self.folder.mkdir(parents=True, exist_ok=True)
@@ -729,7 +729,7 @@ class _InPlace(_Checkpoints):
 
 
 class _RanksApart(_InPlace):
-    """Variant in which each rank replaces its own file atomically, independently of the other rank."""
+    """A variant in which each rank replaces its own file atomically, independently of the other rank."""
 
     def save(self, step: int, state: dict[str, Any]) -> None:
         self.folder.mkdir(parents=True, exist_ok=True)
@@ -742,7 +742,7 @@ class _RanksApart(_InPlace):
 
 
 class _DoesNotWait(_Checkpoints):
-    """Variant in which rank 1 continues before rank 0 has renamed the folder."""
+    """A variant in which rank 1 continues before rank 0 has renamed the folder."""
 
     def save(self, step: int, state: dict[str, Any]) -> None:
         parts = self.folder / f"step_{step:08}.part"
@@ -770,26 +770,26 @@ class _DoesNotWait(_Checkpoints):
 
 
 class _NoChecksums(_Checkpoints):
-    """Variant that accepts every checkpoint that contains a manifest."""
+    """A variant that accepts every checkpoint that contains a manifest."""
 
     def is_valid(self, folder: Path) -> bool:
         return (folder / "manifest.json").exists()
 
 
 class _OnlyTheNewest(_Checkpoints):
-    """Variant that keeps only the latest checkpoint."""
+    """A variant that keeps only the latest checkpoint."""
 
     keep = 1
 
 
 class _KeepsAll(_Checkpoints):
-    """Variant that never removes a checkpoint."""
+    """A variant that never removes a checkpoint."""
 
     keep = 1000
 
 
 class _KeepsTheDamaged(_Checkpoints):
-    """Variant that does not remove a damaged checkpoint, so the checkpoint's step cannot be saved again."""
+    """A variant that does not remove a damaged checkpoint, so the checkpoint's step cannot be saved again."""
 
     def load(self) -> tuple[int, dict[str, Any]] | None:
         newest: list[Any] = [None]

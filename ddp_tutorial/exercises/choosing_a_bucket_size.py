@@ -1,4 +1,4 @@
-"""Exercises for the `choosing_a_bucket_size` deep dive: exposed communication, link measurement and optimal buckets."""
+"""Exercises on exposed communication, links, and optimal buckets, for the `choosing_a_bucket_size` deep dive."""
 
 import random
 import statistics
@@ -93,7 +93,7 @@ exposed = Exercise(
 
 
 def _samples(latency: float, bandwidth: float, seed: int) -> list[tuple[int, float]]:
-    """Return 200 timings of 8 message sizes. Most are delayed, and none is below the link's real transfer time."""
+    """Return 200 timings of 8 message sizes. Most timings include a delay, and no timing is below the transfer time."""
     generator = random.Random(seed)
     sizes = [4 * 8**k for k in range(8)]  # 4 bytes to 8 MB
     samples = []

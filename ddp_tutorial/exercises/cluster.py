@@ -1,4 +1,4 @@
-"""Exercises for notebook 15_cluster: unreachable hosts, transports in NCCL's log, and a hierarchical all-reduce."""
+"""Exercises on unreachable hosts, NCCL's transports, and a hierarchical all-reduce, for notebook 15_cluster."""
 
 import os
 import re
@@ -225,7 +225,7 @@ _MOST = 1.2  # maximum ratio of sent bytes to payload bytes; allows for headers 
 
 
 class _Reduced(NamedTuple):
-    """Result of the check on one rank."""
+    """The result of the check on one rank."""
 
     right: list[bool]  # for each length
     sent: int  # bytes that this rank sent to other hosts for the last tensor
@@ -307,7 +307,7 @@ def _check_reduced(hosts: int, ranks: list[_Reduced], measured: bool) -> None:
 
 
 def _require_an_answer(answer: Answer) -> None:
-    """Raise `NotImplementedError` before the hosts are created if the answer has not been filled in."""
+    """If the answer is not filled in yet, raise `NotImplementedError` before the hosts are created."""
     try:
         answer(World(0, 1))
     except NotImplementedError:

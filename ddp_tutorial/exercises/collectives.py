@@ -1,4 +1,4 @@
-"""Exercises for notebook 02_collectives. They cover any tensor length, a transpose, a ring, and halving-doubling."""
+"""Exercises on tensors of any length, a transpose, a ring, and halving-doubling, for notebook 02_collectives."""
 
 import math
 import re
@@ -128,7 +128,7 @@ _ROWS = (1, 2)  # rows per rank
 def _run_transpose(world: World, answer: Answer) -> list[torch.Tensor | str]:
     """Return the answer's result (this rank's rows of the transposed matrix) for each number of rows per rank.
 
-    The matrix entry in row i and column j is 10 i + j. After an error in torch, the last item is the error message.
+    The matrix entry in row i and column j is 10 i + j. If torch raises an error, the error message is the last item.
     """
     results: list[torch.Tensor | str] = []
     names = [*(name for name in _OTHERS if name != "all_to_all_single"), "send", "recv"]
@@ -259,7 +259,7 @@ _OTHERS = (
 
 
 class _Run(NamedTuple):
-    """Final values of a tensor on one rank, and the number of bytes and messages that the rank sent."""
+    """The final values of a tensor on one rank, and the numbers of bytes and messages that the rank sent."""
 
     got: list[float]
     sent: dict[int, int]  # bytes sent to each rank
@@ -271,7 +271,7 @@ def _not_this(allowed: str, name: str, *_: object, **__: object) -> None:
 
 
 def _wait(begin: Callable[..., Any], what: str, world: World, tensor: torch.Tensor, other: int, tag: int) -> None:
-    """Start a send or a receive, and wait with a timeout until it completes."""
+    """Start a send or a receive, and wait for its completion with a timeout."""
     case = f"With {world.size} ranks, rank {world.rank} {what} rank {other}"
     expect(
         0 <= other < world.size and other != world.rank,
@@ -289,7 +289,7 @@ def _wait(begin: Callable[..., Any], what: str, world: World, tensor: torch.Tens
 
 
 def _run_one(world: World, answer: Answer, tensor: torch.Tensor) -> _Run:
-    """Run the answer with `dist.send` and `dist.recv` that count bytes and messages, and wait with a timeout."""
+    """Run the answer with versions of `dist.send` and `dist.recv` that have a timeout, and count the sent messages."""
     isend, irecv = dist.isend, dist.irecv
     sent, messages = Counter[int](), 0
 

@@ -1,4 +1,4 @@
-"""Exercises for notebook 04_ddp_from_scratch. They cover buckets, a fixed bucket order, `no_sync`, and a DDP class."""
+"""Exercises on buckets, a fixed bucket order, `no_sync`, and a DDP class, for notebook 04_ddp_from_scratch."""
 
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -119,7 +119,7 @@ _SIDE = 4  # each layer's weight is a 4 x 4 matrix in float32, which has 64 byte
 
 
 class _Branches(nn.Module):
-    """Model with five layers. A forward pass can skip `left` and `right`, or run them in either order."""
+    """A model with five layers. A forward pass can skip `left` and `right`, or run them in either order."""
 
     def __init__(self, kind: str = "") -> None:
         super().__init__()
@@ -155,7 +155,7 @@ class _Bucket:
 
 @dataclass
 class _Log:
-    """Record of the answer's all-reduces on this rank during a step."""
+    """A record of the all-reduces that the answer starts on this rank during a step."""
 
     started: int = 0
     blocking: bool = False
@@ -164,7 +164,7 @@ class _Log:
 
 
 class _Watched:
-    """Asynchronous all-reduce handle that records whether `wait` is called during the backward pass."""
+    """An asynchronous all-reduce handle that records whether `wait` is called during the backward pass."""
 
     def __init__(self, work: Any, log: _Log) -> None:
         self.work, self.log = work, log
@@ -251,7 +251,7 @@ def _expect_started(world: World, log: _Log, complete: Sequence[str], parts: Seq
     """Check that the expected number of all-reduces has started when the gradients in `complete` are complete."""
     expect(
         not log.blocking and not log.waited,
-        "Your function must not wait for an all-reduce: this blocks the backward pass, so communication does not "
+        "Your function must not wait for an all-reduce: waiting blocks the backward pass, so communication does not "
         "overlap with computation. Store the result of all_reduce(..., async_op=True) in bucket.work; finish waits for "
         "this handle.",
     )
@@ -427,7 +427,7 @@ on_gradient = Exercise(
 
 
 class _Pausable:
-    """Model with one weight w = 1 and the loss w * x. A hook averages the gradient x unless `sync` is False."""
+    """A model with one weight w = 1 and the loss w * x. A hook averages the gradient x unless `sync` is False."""
 
     def __init__(self, world: World) -> None:
         self.world, self.sync = world, True
@@ -444,14 +444,14 @@ class _Pausable:
         (self.weight * x).backward()
 
     def gradient(self) -> float:
-        """Return the accumulated gradient, and reset it to None."""
+        """Return the accumulated gradient, and set `.grad` to None."""
         assert self.weight.grad is not None
         value, self.weight.grad = float(self.weight.grad), None
         return value
 
 
 def _pause(answer: Answer, model: _Pausable) -> AbstractContextManager[None]:
-    """Return the answer's context manager. If the answer is a generator function, make a context manager from it."""
+    """Return the answer's context manager. Convert a generator function to a context manager."""
     made = answer(model)
     if isinstance(made, AbstractContextManager):
         return made
@@ -577,7 +577,7 @@ _Passes = tuple[tuple[str, ...], ...]  # the branches that each micro-batch of a
 
 
 class _Case(NamedTuple):
-    """Test case. `ranks[rank]` lists each micro-batch's branches. All micro-batches but the last use `no_sync`."""
+    """A test case. `ranks[rank]` lists each micro-batch's branches. All micro-batches except the last use `no_sync`."""
 
     story: str
     ranks: tuple[_Passes, _Passes]
@@ -668,8 +668,8 @@ def _run_case(world: World, answer: Answer, case: _Case) -> None:
 def _expect_in_flight(case: _Case, log: _Log) -> None:
     expect(
         not log.blocking and not log.waited,
-        f"{case.story}. A hook must not wait for its all-reduce: this blocks the backward pass, so communication does "
-        "not overlap with computation. Start the all-reduce with async_op=True, and wait in finish.",
+        f"{case.story}. A hook must not wait for its all-reduce: waiting blocks the backward pass, so communication "
+        "does not overlap with computation. Start the all-reduce with async_op=True, and wait in finish.",
     )
     expect(
         case.sent is None or log.started == case.sent,
@@ -772,7 +772,7 @@ class _Buckets:
             self.send()
 
     def send(self, rest: bool = False) -> None:
-        """Start, in a fixed order, the all-reduces of full buckets, or of all remaining buckets if `rest` is true."""
+        """Start the all-reduces of the full buckets in order. If `rest` is true, start all remaining all-reduces."""
         for bucket in self.buckets[len(self.sent) :]:
             if not rest and not self.arrived.issuperset(bucket):
                 return  # later buckets must wait, so that all ranks use the same order
@@ -824,7 +824,7 @@ class _OneEach(_Buckets):
 
 
 class _ListsTiedOnesTwice(_Buckets):
-    """Variant that iterates over the modules, and therefore visits a tied weight twice."""
+    """A variant that iterates over the modules, and therefore visits a tied weight twice."""
 
     def __init__(self, world: Any, model: nn.Module, cap: int) -> None:
         listed = [p for module in model.modules() for p in module.parameters(recurse=False)]
@@ -839,7 +839,7 @@ class _HooksWhatIsFrozen(_Buckets):
 
 
 class _WaitsForWhatIsFrozen(_Buckets):
-    """Variant that puts frozen weights into the first bucket, which therefore never fills."""
+    """A variant that puts frozen weights into the first bucket, which therefore never fills."""
 
     def __init__(self, world: Any, model: nn.Module, cap: int) -> None:
         super().__init__(world, model, cap)
@@ -856,7 +856,7 @@ class _SendsOnlyWhatIsFull(_Buckets):
 
 
 class _WaitsForAllGradients(_Buckets):
-    """Variant that waits in `finish` until every gradient has arrived, although some gradients never arrive."""
+    """A variant that waits in `finish` until every gradient has arrived, although some gradients never arrive."""
 
     def finish(self) -> None:
         while len(self.sent) < len(self.buckets):
@@ -865,7 +865,7 @@ class _WaitsForAllGradients(_Buckets):
 
 
 class _AsTheyFill(_Buckets):
-    """Variant that sends a bucket when it is full, even if an earlier bucket is not full."""
+    """A variant that sends a bucket when it is full, even if an earlier bucket is not full."""
 
     def begin(self) -> None:
         super().begin()
@@ -899,7 +899,7 @@ class _SendsInNoSync(_Buckets):
 
 
 class _LosesEarlierMicroBatches(_Buckets):
-    """Variant that treats a gradient as zero if it did not arrive in the last backward pass."""
+    """A variant that treats a gradient as zero if it did not arrive in the last backward pass."""
 
     def send(self, rest: bool = False) -> None:
         if rest:

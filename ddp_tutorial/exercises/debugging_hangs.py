@@ -1,4 +1,4 @@
-"""Exercises for notebook 11_debugging_hangs. They cover coordinated stopping, flight-recorder dumps, and watchdogs."""
+"""Exercises on coordinated stopping, flight-recorder dumps, and watchdogs, for notebook 11_debugging_hangs."""
 
 import ast
 import json
@@ -377,7 +377,7 @@ _NEVER = float("inf")
 
 @dataclass
 class _Story:
-    """Scenario with each rank's simulated collectives (start and end in seconds, and name) and the expected report."""
+    """Each rank's simulated collectives (start and end in seconds, and name), and the expected report."""
 
     ranks: list[list[tuple[float, float, str]]]
     verdict: Divergence | None = None

@@ -1,4 +1,4 @@
-"""Exercises for notebook 12_fault_tolerance. They cover excluding hosts, requeueing a job, and an elastic script."""
+"""Exercises on excluding hosts, requeueing a job, and an elastic script, for notebook 12_fault_tolerance."""
 
 import signal
 import subprocess
@@ -320,14 +320,14 @@ def _torchrun(script: Path, nprocs: int, folder: Path, steps: int) -> Torchrun:
 
 
 def _require_lines(run: Torchrun, when: str, done: int) -> None:
-    """Raise `WrongAnswerError` if the printed lines are wrong for a run that resumed after step `done`."""
+    """Raise `WrongAnswerError` if a run that resumed after step `done` has printed wrong lines."""
     lines = lines_of(run.printed())
     mistake = wrong_after_resuming(lines, done) if done else wrong_from_the_start(lines)
     expect(not mistake, f"{when}: {mistake}")
 
 
 def _run_until(run: Torchrun, many: int, when: str, done: int) -> None:
-    """Wait until the run has printed `many` lines, and check them."""
+    """Wait until the run has printed `many` lines, and check the lines."""
     code = run.wait(lambda printed: len(lines_of(printed)) >= many)
     _require_lines(run, when, done)
     got = len(lines_of(run.printed()))

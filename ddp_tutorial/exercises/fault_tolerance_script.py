@@ -30,7 +30,7 @@ def words_of(step: int, words: int, rank: int, size: int) -> torch.Tensor:
 
 
 def take_step(ddp: nn.Module, optimizer: torch.optim.SGD, letters: Any, following: Any) -> tuple[float, int]:
-    """Take one optimizer step. Return the mean loss over all ranks' letters, and their total number. Collective."""
+    """Take one optimizer step. Return the mean loss over all ranks' letters, and the number of letters. Collective."""
     total = torch.tensor([0.0, (following >= 0).sum()])
     dist.all_reduce(total[1:])
     loss = F.cross_entropy(ddp(letters).flatten(0, 1), following.flatten(), reduction="sum")

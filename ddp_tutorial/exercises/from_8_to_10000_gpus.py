@@ -1,4 +1,4 @@
-"""Exercises for notebook 20_from_8_to_10000_gpus. They cover a budget, incorrect claims, and context parallelism."""
+"""Exercises on a budget, incorrect claims, and context parallelism, for notebook 20_from_8_to_10000_gpus."""
 
 import math
 from collections.abc import Iterator, Sequence
@@ -41,7 +41,7 @@ def _days_and_dollars(option: Estimate, tokens: float, price: float) -> tuple[fl
 
 
 def _budgets(options: Sequence[Estimate]) -> Iterator[tuple[float, float]]:
-    """Yield pairs of a time limit (days) and a cost limit (dollars) that exclude different options."""
+    """Yield time limits (days) and cost limits (dollars) that exclude different options."""
     fitting = [_days_and_dollars(option, _TOKENS, _PRICE) for option in options if option.fits]
     by_cost, by_time = sorted(fitting, key=lambda each: each[1]), sorted(fitting)
     yield math.inf, math.inf
@@ -170,7 +170,7 @@ class Claim:
 
 
 def _claims() -> Iterator[tuple[Claim, str]]:
-    """Yield pairs of a claim and the expected result. The first two claims contain published MFUs."""
+    """Yield each claim with the expected result. The first two claims contain published MFUs."""
     runs = {run.name: run for run in (*PUBLISHED_RUNS, *CONTEXT_PARALLEL_RUNS)}
 
     def claim(name: str, mfu: float | None = None, ring: float | None = None) -> Claim:

@@ -1,4 +1,4 @@
-"""Exercises for notebook 08_gradient_accumulation: the last micro-batch, ragged batches, and unknown counts."""
+"""Exercises on the last micro-batch, ragged batches, and unknown counts, for notebook 08_gradient_accumulation."""
 
 import math
 from collections.abc import Iterable, Iterator
@@ -21,7 +21,7 @@ _COUNTS = (3, 1, 0, 5)
 
 
 class _Loader:
-    """Iterator that counts the tensors it has returned."""
+    """An iterator that counts the returned tensors."""
 
     def __init__(self, batches: list[torch.Tensor]) -> None:
         self.batches, self.returned = batches, 0
@@ -84,8 +84,8 @@ def _test_synchronize_last(answer: Answer) -> str:
             )
             expect(
                 record["ahead"] <= 1,
-                f"{case}, your generator reads {record['ahead']} micro-batches ahead of the loop, and they may not "
-                "fit into memory. Read at most one micro-batch ahead.",
+                f"{case}, your generator reads {record['ahead']} micro-batches ahead of the loop. So many micro-"
+                "batches may not fit into memory. Read at most one micro-batch ahead.",
             )
             expect(
                 record["calls"] == min(count, 1),
@@ -195,7 +195,7 @@ Pair = tuple[torch.Tensor, torch.Tensor]
 
 
 class _Letters(nn.Module):
-    """Model that records the number of samples in each forward pass."""
+    """A model that records the number of samples in each forward pass."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -386,7 +386,7 @@ train_epoch = Exercise(
 
 
 class _Heads(nn.Module):
-    """Model with three linear heads. Each micro-batch uses one head, and no micro-batch uses the last head."""
+    """A model with three linear heads. Each micro-batch uses one head, and no micro-batch uses the last head."""
 
     def __init__(self) -> None:
         super().__init__()

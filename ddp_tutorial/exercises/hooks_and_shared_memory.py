@@ -1,4 +1,4 @@
-"""Exercise for the `hooks_and_shared_memory` deep dive. It covers a top-k hook with error feedback."""
+"""Exercise on a top-k hook with error feedback, for the `hooks_and_shared_memory` deep dive."""
 
 from typing import Any
 
@@ -16,7 +16,7 @@ _FRACTION, _SIZES, _TRAINED, _FLUSHED = 0.25, (12, 20), 3, 5
 
 
 class _TwoVectors(nn.Module):
-    """Model with two weight vectors. Each gradient equals an input. DDP uses one bucket in step 1, then two buckets."""
+    """A model with two weight vectors, for which DDP uses one bucket in step 1 and two buckets in later steps."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Exercises for notebook 05_inside_torch_ddp. They cover `ddp.module`, a bfloat16 hook, and a faulty DDP script."""
+"""Exercises on `ddp.module`, a bfloat16 hook, and a faulty DDP script, for notebook 05_inside_torch_ddp."""
 
 import time
 from contextlib import ExitStack
@@ -183,7 +183,7 @@ _GRADIENTS = ((1.0, 100.0, 3e-8, 1e5), (3.0, -40.0, 1e-8, 3e5))
 
 
 class _Weights(nn.Module):
-    """Model with two weight vectors. The gradient of each vector is the input."""
+    """A model with two weight vectors. The gradient of each vector is the input."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -198,7 +198,7 @@ _SENDS = {"all_reduce": (0, "tensor"), "all_gather": (1, "tensor"), "all_gather_
 
 
 class WatchedHook:
-    """Communication hook that times the learner's hook, and records each message's dtype and the total bytes sent."""
+    """A communication hook that times the learner's hook, and records each message's dtype and the total bytes sent."""
 
     def __init__(self, world: World, answer: Answer, advice: str = "") -> None:
         """Watch `answer` on this rank. If `answer` raises an error, `advice` is appended to the message."""
@@ -409,7 +409,7 @@ def _of_one_process(count: int) -> torch.Tensor:
 
 
 class _Seen:
-    """Recorder of the samples in each forward pass on all ranks.
+    """A recorder of the samples in each forward pass on all ranks.
 
     Each forward pass enters a collective, so a rank that takes fewer steps is detected and does not cause a hang.
     """
@@ -426,7 +426,7 @@ class _Seen:
         self.forwards += 1
 
     def end(self) -> None:
-        """Raise `WrongAnswerError` if another rank is still taking steps. Collective."""
+        """Raise `WrongAnswerError` if a different rank is still taking steps. Collective."""
         self._gather(None)
 
     def _gather(self, mine: list[int] | None) -> None:

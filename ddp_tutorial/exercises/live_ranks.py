@@ -1,4 +1,4 @@
-"""Exercises for notebook live_ranks: detecting a drifted replica, repairing it, and finding the first difference."""
+"""Exercises on detecting a drifted replica, repairing a replica, and bisecting a run, for notebook live_ranks."""
 
 import torch
 

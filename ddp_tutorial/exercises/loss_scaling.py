@@ -1,4 +1,4 @@
-"""Exercise for the `loss_scaling` deep dive. It covers taking or skipping a step on all ranks together."""
+"""Exercise on taking or skipping a step on all ranks together, for the `loss_scaling` deep dive."""
 
 import math
 from collections.abc import Callable, Sequence

@@ -1,4 +1,4 @@
-"""Exercises for notebook 16_other_trainers. They cover ragged batches, resuming a data loader, and RNG states."""
+"""Exercises on ragged batches, resuming a data loader, and RNG states, for notebook 16_other_trainers."""
 
 import copy
 from collections.abc import Iterator

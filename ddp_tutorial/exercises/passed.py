@@ -45,7 +45,7 @@ def remember(name: str) -> None:
 
 @dataclass(frozen=True)
 class Chapter:
-    """The exercises of one notebook. `exercises` maps each exercise name to whether the exercise is passed."""
+    """The exercises of one notebook. `exercises` maps each exercise name to True if the exercise is passed."""
 
     part: str
     name: str
@@ -60,7 +60,7 @@ class Chapter:
 
 @dataclass(frozen=True)
 class Progress:
-    """Table of all exercises by part and notebook. Jupyter renders the table as HTML."""
+    """A table of all exercises by part and notebook. Jupyter renders the table as HTML."""
 
     chapters: tuple[Chapter, ...]
 

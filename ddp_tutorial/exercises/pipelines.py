@@ -1,4 +1,4 @@
-"""Exercises for notebook 18_pipelines. They cover the 1F1B order, a zero-bubble schedule, and balanced stages."""
+"""Exercises on the 1F1B order, a zero-bubble schedule, and balanced stages, for notebook 18_pipelines."""
 
 import copy
 from collections.abc import Sequence

@@ -1,4 +1,4 @@
-"""Exercises for notebook 06_plain_torch. They cover the step to resume from, one DDP step, and a complete script."""
+"""Exercises on the step to resume from, one DDP step, and a complete script, for notebook 06_plain_torch."""
 
 import os
 from contextlib import nullcontext
@@ -106,7 +106,7 @@ common_step = Exercise(
 
 
 def _batches(rank: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """Return two micro-batches. They contain 4 and 1 samples on rank 0, and 2 and 5 samples on rank 1."""
+    """Return two micro-batches, with 4 and 1 samples on rank 0, and 2 and 5 samples on rank 1."""
     generator = torch.Generator().manual_seed(rank)
     sizes = ((4, 1), (2, 5))[rank]
     return [(torch.randn(n, 3, generator=generator), 4 * torch.randn(n, 1, generator=generator)) for n in sizes]

@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 
 def take_step(ddp: nn.Module, optimizer: torch.optim.SGD, batch: list[torch.Tensor]) -> tuple[float, int]:
-    """Take one optimizer step. Return the mean loss over all ranks' letters, and their total number. Collective."""
+    """Take one optimizer step. Return the mean loss over all ranks' letters, and the number of letters. Collective."""
     letters, following = batch
     total = torch.tensor([0.0, (following >= 0).sum()])
     dist.all_reduce(total[1:])  # before backward: words differ in length, and every letter must count equally

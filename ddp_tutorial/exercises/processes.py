@@ -1,4 +1,4 @@
-"""Exercises for notebook 01_processes. They cover printing once, one cache build per node, and a small torchrun."""
+"""Exercises on printing once, building one cache per node, and a small torchrun, for notebook 01_processes."""
 
 import json
 import os
@@ -258,7 +258,7 @@ def _test_mini_torchrun(answer: Answer) -> str:
 
 
 def _workers(answer: Answer, nprocs: int, plan: list[int | None], **options: int) -> tuple[list[int], list[Any]]:
-    """Run the answer on test workers. Return its result and the environment of each started worker."""
+    """Run the answer on test workers. Return the answer's result and the environment of each started worker."""
     with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
         with suppress(OSError):  # a different program may use the port already
             stack.enter_context(socket.create_server(("127.0.0.1", 29500)))
@@ -337,7 +337,7 @@ def _mini_torchrun(command: list[str], nprocs: int, max_restarts: int = 0) -> li
 def _wrong_torchrun(
     sequential: bool = False, port: int = 0, stop: str = "all", restart: str = "once", world_size: int = 0
 ) -> Answer:
-    """Return a variant of the solution with one mistake. By default, the mistake is that it restarts at most once."""
+    """Return a variant of the solution with one mistake. By default, the variant restarts at most once."""
 
     def start(command: list[str], rank: int, nprocs: int, attempt: int, chosen: int) -> "subprocess.Popen[bytes]":
         own = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world_size or nprocs, "MASTER_PORT": port or chosen}

@@ -1,4 +1,4 @@
-"""Exercises for notebook 00_quickstart. They cover splitting a batch, averaging a loss, and porting a script to DDP."""
+"""Exercises on splitting a batch, averaging a loss, and porting a script to DDP, for notebook 00_quickstart."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -179,7 +179,7 @@ TRAINING, VALIDATION, RANKS = 96, 31, 3  # samples; 31 is not divisible by 3
 
 
 class _Counted(nn.Module):
-    """Model that records the number of samples in each forward pass."""
+    """A model that records the number of samples in each forward pass."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -204,7 +204,7 @@ def _data(samples: int, seed: int) -> Data:
 
 @dataclass
 class _Outcome:
-    """Result of a training run on one rank."""
+    """The result of a training run on one rank."""
 
     losses: list[float]
     lines: list[str]  # arguments of the calls to `log`

@@ -1,4 +1,4 @@
-"""Exercise for the `randomness` deep dive. It covers dropout masks that do not depend on ranks or micro-batches."""
+"""Exercise on dropout masks that do not depend on ranks or micro-batches, for the `randomness` deep dive."""
 
 from collections.abc import Callable, Sequence
 from typing import Any

@@ -1,4 +1,4 @@
-"""Exercise for the `reading_data_fast` deep dive. It covers contiguous ranges of files."""
+"""Exercise on contiguous ranges of files, for the `reading_data_fast` deep dive."""
 
 from collections.abc import Sequence
 from itertools import accumulate

@@ -1,4 +1,4 @@
-"""Exercises for notebook 14_scaling. They cover a fair speedup, an honest confidence interval, and a fair benchmark."""
+"""Exercises on a fair speedup, an honest confidence interval, and a fair benchmark, for notebook 14_scaling."""
 
 import math
 import random
@@ -19,7 +19,7 @@ from ddp_tutorial.world import World
 
 
 class Timing(NamedTuple):
-    """Row of a benchmark table. `seconds` is the run's duration, including the evaluation time `evaluating`."""
+    """A row of a benchmark table. `seconds` is the run's duration, including the evaluation time `evaluating`."""
 
     ranks: int
     threads: int  # per rank
@@ -57,7 +57,7 @@ def _test_speed_up(answer: Answer) -> str:
 
 
 def _why(rows: Sequence[Timing], got: float) -> str:
-    """Return a hint if a common mistake produces the result `got`, and an empty string otherwise."""
+    """Return a hint if a common mistake produces the result `got`, or an empty string otherwise."""
     reasons = {
         _against_the_first: "the first one-process row is not the fastest one-process row with the same global batch",
         _with_evaluation: "the seconds include the evaluation",
@@ -249,7 +249,7 @@ _START, _WORK, _STRAGGLER = 1.5, 0.1, 0.3  # seconds for the first step, a later
 
 
 class _Device:
-    """Simulated accelerator that runs its work sequentially in the background."""
+    """A simulated accelerator that runs its work sequentially in the background."""
 
     def __init__(self) -> None:
         self.done, self.calls = 0.0, list[str]()

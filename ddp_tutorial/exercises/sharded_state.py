@@ -1,4 +1,4 @@
-"""Exercises for notebook 17_sharded_state. They cover ZeRO memory, a minimal reduce-scatter, ZeRO-3, and ZeRO-2."""
+"""Exercises on ZeRO memory, a minimal reduce-scatter, ZeRO-3, and ZeRO-2, for notebook 17_sharded_state."""
 
 import gc
 import time

@@ -1,4 +1,4 @@
-"""Exercises for notebook 07_sharding_data. They cover a shard check, exact evaluation, and a resumable sampler."""
+"""Exercises on a shard check, exact evaluation, and a resumable sampler, for notebook 07_sharding_data."""
 
 import json
 from collections import Counter
@@ -33,7 +33,7 @@ _VALID = 3  # the number of correct cases, which come first
 
 
 def _run_check(world: World, answer: Answer) -> list[tuple[bool, object]]:
-    """Return, for each case, whether the answer raised `ValueError` on this rank, and the answer's result."""
+    """For each case, return whether the answer raised `ValueError` on this rank, and the answer's result."""
     found: list[tuple[bool, object]] = []
     for _, shards in _SHARDS:
         indices = list(shards[world.rank])
@@ -385,7 +385,7 @@ def _check_epochs(answer: Answer) -> None:
 
 
 def _after(answer: Answer, samples: int, batch: int, size: int, epoch: int, done: int) -> list[State]:
-    """Return each rank's state, saved like a checkpoint inside the loop, after `done` steps of an epoch."""
+    """Return the state that each rank saves inside the loop, after `done` steps of an epoch."""
     states = []
     for sampler in _world_of(answer, samples, batch, size):
         sampler.set_epoch(epoch)

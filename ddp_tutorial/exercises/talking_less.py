@@ -1,4 +1,4 @@
-"""Exercises for notebook 19_talking_less: local SGD, an average that reports problems, and a delayed outer step."""
+"""Exercises on local SGD, reporting problems in an average, and a delayed outer step, for notebook 19_talking_less."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -196,7 +196,7 @@ def _run_report(world: World, answer: Answer) -> None:
 
 
 class _Recorded:
-    """Asynchronous all-reduce handle that records the time of the first `wait`."""
+    """An asynchronous all-reduce handle that records the time of the first `wait`."""
 
     def __init__(self, work: Any, call: dict[str, Any], now: Callable[[], int]) -> None:
         self.work, self.call, self.now = work, call, now
@@ -211,7 +211,7 @@ class _Recorded:
 
 @contextmanager
 def _recorded(now: Callable[[], int]) -> Iterator[list[dict[str, Any]]]:
-    """Record `now()` when each all-reduce inside the context starts, and when the caller first waits for it."""
+    """Record `now()` at the start of each all-reduce inside the context, and at its first `wait`."""
     calls: list[dict[str, Any]] = []
     real = dist.all_reduce
 
@@ -323,7 +323,7 @@ _DELAYS = [(3, 0), (3, 1), (4, 3)]  # steps per round, and delay in steps
 
 
 class _Counting(torch.optim.SGD):
-    """SGD optimizer that counts its steps."""
+    """An SGD optimizer that counts its steps."""
 
     steps = 0
 

@@ -35,7 +35,7 @@ _BEGIN += "runpy.run_module('torch.distributed.run', run_name='__main__', alter_
 
 
 class WrongScript(NamedTuple):
-    """Wrong answer that replaces text in the solution's script. `texts` contains alternating old and new text."""
+    """A wrong answer that replaces text in the solution's script. `texts` contains alternating old and new text."""
 
     solution: Path
     texts: tuple[str, ...]
@@ -66,7 +66,7 @@ def read_script(script: Path) -> None:
 
 
 class Torchrun:
-    """Process that runs `torchrun --standalone --nproc-per-node=NPROCS SCRIPT ARGUMENTS...` with one thread per rank.
+    """A process that runs `torchrun --standalone --nproc-per-node=NPROCS SCRIPT ARGUMENTS...` with one thread per rank.
 
     The process writes its stdout and stderr to two new files in `folder`.
     """

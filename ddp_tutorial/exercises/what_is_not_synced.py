@@ -1,4 +1,4 @@
-"""Exercises for notebook 09_what_is_not_synced: gradient clipping, unequal batch counts, and synchronized BatchNorm."""
+"""Exercises on gradient clipping, batch counts, and a synchronized BatchNorm, for notebook 09_what_is_not_synced."""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -293,7 +293,7 @@ _WEIGHT, _BIAS, _MOMENTUM = (1.5, -0.5), (0.25, 2.0), 0.1
 
 @dataclass(frozen=True)
 class _Samples:
-    """Batch of 9 samples with 2 channels, its split over 3 ranks, and the tolerance of the check."""
+    """A batch of 9 samples with 2 channels, the split over 3 ranks, and the tolerance of the check."""
 
     parts: tuple[int, int, int]
     dtype: torch.dtype = torch.float64
@@ -463,7 +463,7 @@ class _SyncNorm(nn.Module):
 
 
 class _SumOverRanks(torch.autograd.Function):
-    """Autograd function that sums over the ranks in the forward pass and in the backward pass."""
+    """An autograd function that sums over the ranks in the forward pass and in the backward pass."""
 
     @staticmethod
     def forward(ctx: Any, tensor: torch.Tensor) -> torch.Tensor:
@@ -507,7 +507,7 @@ def _norm_with(
     batch_in_eval: bool = False,
     reduced_weight: bool = False,
 ) -> Answer:
-    """Return a variant of the solution that uses different statistics, or that contains a different mistake."""
+    """Return a variant of the solution that uses different statistics, or contains a different mistake."""
 
     class Layer(_SyncNorm):
         def forward(self, x: torch.Tensor) -> torch.Tensor:

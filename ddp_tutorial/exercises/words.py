@@ -1,4 +1,4 @@
-"""Single-process reference for the exercises that train a script, with variants that make common mistakes.
+"""Simulate in one process the exercises that train a script, with and without common mistakes.
 
 A run prints the loss and the number of letters for each step. The number of letters reveals which words the run read,
 and the loss reveals how the run weighted the words. To diagnose an incorrect answer, the check simulates common
@@ -28,7 +28,7 @@ _CLOSE = 1e-3  # tolerance between losses, which may be printed with four digits
 
 
 class Line(NamedTuple):
-    """Line printed for a step, with the step number (from 1), and the loss and number of letters over all ranks."""
+    """A line printed for a step, with the step number (from 1), and the loss and number of letters over all ranks."""
 
     step: int
     loss: float
@@ -148,7 +148,7 @@ _LOSSES: dict[str, Callable[[Sequence[float], Sequence[int]], float]] = {
 
 
 class Course(NamedTuple):
-    """Reference run, with its lines, the lines for each candidate loss in `_LOSSES`, and the final weights."""
+    """A reference run, with its lines, the lines for each candidate loss in `_LOSSES`, and the final weights."""
 
     lines: tuple[Line, ...]
     reports: dict[str, tuple[Line, ...]]
@@ -278,7 +278,7 @@ def wrong_after_resuming(lines: Sequence[Line], saved: int) -> str:
 
 
 def load_checkpoint(checkpoint: Path, when: str) -> State:
-    """Load the checkpoint of a learner's script, or raise `WrongAnswerError`. `when` describes the current moment."""
+    """Load the checkpoint of a learner's script, or raise `WrongAnswerError`. Error messages start with `when`."""
     expect(
         checkpoint.exists(), f"{when}, and there is no checkpoint. Save every EVERY steps, and before the script exits."
     )

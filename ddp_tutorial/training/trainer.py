@@ -205,7 +205,7 @@ class Trainer:
         """
         if self.is_finished:
             raise ConfigError(
-                f"this Trainer has already finished its run at step {self.step_count}. To train again, create a new "
+                f"this Trainer has already finished its run, at step {self.step_count}. To train again, create a new "
                 "Trainer. To train longer, set a larger 'steps', resume=auto and resume_allow=[steps]"
             )
         with ExitStack() as afterwards, self.record.exclusive():
