@@ -405,7 +405,7 @@ BAD: dict[str, tuple[Callable[[World], Any], str]] = {
     ),
     "frozen": (
         lambda world: start(world, model=make_model().requires_grad_(False)),
-        "ConfigError: the model must have a trainable parameter",
+        "ConfigError: the model must have at least one parameter with requires_grad=True, got none",
     ),
     "foreign optimizer": (
         lambda world: start(world, optimizer=torch.optim.SGD(make_model().parameters(), lr=0.1)),

@@ -60,8 +60,8 @@ class Exercise:
     An answer is a function, a class, or the path of a script.
 
     Attributes:
-        task: The assignment, which `check` prints if the answer is not filled in yet. test: A function that takes the
-        answer, and returns a success message or raises `WrongAnswerError`. The
+        task: The assignment, which `check` prints if the answer is not filled in yet.
+        test: A function that takes the answer, and returns a success message or raises `WrongAnswerError`. The
             function may start ranks.
         solution: A correct answer.
         wrong: A dict that maps a short description of each mistake to an answer with this mistake.
@@ -226,7 +226,7 @@ def _missing_return_hint(error: BaseException) -> str:
 
 
 def progress() -> Progress:
-    """Return a table that lists all exercises, and marks the exercises passed on this machine (see `passed`)."""
+    """Return a table that lists all exercises and marks those passed on this machine (see `passed`)."""
     return progress_in([name for name, _ in _exercises_of(_modules())])
 
 

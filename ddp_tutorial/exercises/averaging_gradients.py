@@ -167,7 +167,8 @@ average_gradients = Exercise(
     hints=(
         "dist.all_reduce(tensor) sums over the ranks in place and returns None. What is left to do?",
         "If this rank's loss does not depend on a weight, the weight's .grad is None. Do the other ranks know that?",
-        "Let every rank all-reduce every weight with requires_grad; a rank without a gradient contributes zeros.",
+        "Let every rank all-reduce the gradient of every weight with requires_grad. A rank without a "
+        "gradient contributes zeros.",
     ),
 )
 
@@ -260,7 +261,7 @@ ragged_loss = Exercise(
     hints=(
         "You need (sum of rank 0 + sum of rank 1 + ...) / (count of rank 0 + count of rank 1 + ...).",
         "A rank knows only its own count. One all-reduce returns the count over all ranks.",
-        "The averaging divides by world.size afterwards, so multiply by world.size first.",
+        "The averaging divides by world.size afterward, so multiply by world.size first.",
     ),
 )
 

@@ -249,7 +249,7 @@ def _shuffled(samples: int, rank: int, size: int, epoch: int) -> Iterator[int]:
 
 
 def _all_to_the_last(samples: int, rank: int, size: int, epoch: int) -> Iterator[int]:
-    """Return all samples if this rank is the last, and no samples otherwise. Such shards are unusual, but correct."""
+    """Return all samples on the last rank, and no samples on the other ranks. Such shards are unusual, but correct."""
     return iter(range(samples) if rank == size - 1 else ())
 
 
@@ -293,7 +293,7 @@ def _without_end(samples: int, rank: int, size: int, epoch: int) -> Iterator[int
 
 
 def _swapped(samples: int, rank: int, size: int, epoch: int) -> Iterator[int]:
-    """Return a shard of the correct size. On rank 1, one sample is duplicated, and one is missing."""
+    """Return a shard of the correct size. On rank 1, one sample is duplicated and one is missing."""
     own = list(range(rank, samples, size))
     return iter([own[0], *own[:-1]] if rank == 1 and len(own) > 1 else own)
 

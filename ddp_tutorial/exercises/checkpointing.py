@@ -116,7 +116,7 @@ def _test_state(answer: Answer) -> str:
                     "so copy the tensors."
                 )
                 raise WrongAnswerError(
-                    f"{name!r} must be restored to its value after step {saved_at}, when it was saved, but differs{why}"
+                    f"{name!r} must be restored to its saved value from step {saved_at}, but differs{why}"
                 )
         for _ in range(3):
             resumed.step()

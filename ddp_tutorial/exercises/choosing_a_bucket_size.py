@@ -84,7 +84,7 @@ exposed = Exercise(
     },
     hints=(
         "Exposed communication is all communication minus the overlapped part.",
-        "Two intervals (a, b) and (c, d) overlap for min(b, d) - max(a, c), or for 0 if that is negative.",
+        "Two intervals (a, b) and (c, d) overlap for min(b, d) - max(a, c), or for 0 if this difference is negative.",
         "Sum the overlaps over all pairs of a transfer and a backward pass.",
     ),
 )

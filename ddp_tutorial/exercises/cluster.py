@@ -361,7 +361,7 @@ def _hierarchical(world: World) -> AllReduce:
 
 
 def _groups(world: World) -> tuple[Any, Any]:
-    """Return the group of all ranks on this host, and the group of all ranks with this local rank. Collective."""
+    """Return the group of all ranks on this host, and the group of all ranks with the same local rank. Collective."""
     size, hosts = world.local_size, world.size // world.local_size
     inside = [dist.new_group([host * size + local for local in range(size)]) for host in range(hosts)]
     across = [dist.new_group([host * size + local for host in range(hosts)]) for local in range(size)]

@@ -289,7 +289,7 @@ def _wait(begin: Callable[..., Any], what: str, world: World, tensor: torch.Tens
 
 
 def _run_one(world: World, answer: Answer, tensor: torch.Tensor) -> _Run:
-    """Run the answer with versions of `dist.send` and `dist.recv` that have a timeout, and count the sent messages."""
+    """Run the answer with versions of `dist.send` and `dist.recv` that time out, and that count bytes and messages."""
     isend, irecv = dist.isend, dist.irecv
     sent, messages = Counter[int](), 0
 
@@ -449,9 +449,9 @@ whole_ring = Exercise(
         "stops after the reduce-scatter": _first_half_only,
     },
     hints=(
-        "tensor.tensor_split(world.size) returns chunks of nearly equal length. They are views, so writing to a chunk "
-        "writes to the tensor. In round 0, rank r sends chunk r. In every later round, rank r sends the chunk that it "
-        "has just received.",
+        "tensor.tensor_split(world.size) returns chunks of nearly equal length. The chunks are views, so writing to a "
+        "chunk writes to the tensor. In round 0, rank r sends chunk r. In every later round, rank r sends the chunk "
+        "that it has just received.",
         "send returns only when the receiver calls recv. If all ranks send first, no rank receives. Let the even ranks "
         "send first, and the odd ranks receive first.",
         "After world.size - 1 rounds with additions, rank r has the complete sum of chunk r + 1. Send this chunk next. "
@@ -575,8 +575,8 @@ halving_doubling = Exercise(
         "uses the same partner in every round": _same_partner_in_every_round,
     },
     hints=(
-        "In the first round, the partner of rank r is r ^ (N / 2), which flips the highest bit of r. Each partner is "
-        "responsible for one half of the tensor. It sends the other half, and adds the received half to its own half.",
+        "In the first round, the partner of rank r is r ^ (N / 2), which flips the highest bit of r. Each partner "
+        "keeps one half of the tensor, sends the other half, and adds the received half to its own half.",
         "In the next round, each rank continues with its own half only, and the distance to the partner is halved, "
         "too. After log2 N rounds, every rank has 1 / N of the sum. tensor_split(2) splits a tensor of any length.",
         "Record (distance, kept half, sent half) in each round. The all-gather repeats the exchanges in reverse order: "

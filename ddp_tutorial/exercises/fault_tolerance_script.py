@@ -44,7 +44,7 @@ def take_step(ddp: nn.Module, optimizer: torch.optim.SGD, letters: Any, followin
 
 
 def main(words: str, checkpoint: Path, steps: int, every: int) -> None:
-    """Train up to step `steps`. Save every `every` steps and before exiting. Resume from `checkpoint` if it exists."""
+    """Train up to step `steps`. Save a checkpoint every `every` steps and at exit. Resume if `checkpoint` exists."""
     dist.init_process_group("gloo")
     rank, size = dist.get_rank(), dist.get_world_size()
     letters, following = torch.load(words)

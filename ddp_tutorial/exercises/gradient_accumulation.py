@@ -84,8 +84,8 @@ def _test_synchronize_last(answer: Answer) -> str:
             )
             expect(
                 record["ahead"] <= 1,
-                f"{case}, your generator reads {record['ahead']} micro-batches ahead of the loop. So many micro-"
-                "batches may not fit into memory. Read at most one micro-batch ahead.",
+                f"{case}, your generator reads {record['ahead']} micro-batches ahead of the loop, and so many "
+                "may not fit into memory. Read at most one micro-batch ahead.",
             )
             expect(
                 record["calls"] == min(count, 1),
@@ -609,7 +609,7 @@ accumulator = Exercise(
         "Accumulating a sum does not require the count. Accumulate the gradients of the loss sums, and divide "
         "by the count after the all-reduce.",
         "One flat float32 buffer can hold all values that are summed over the ranks: the gradients, the loss, the "
-        "count, and a flag for each parameter that this rank has used.",
+        "count, and a flag for each parameter, which is nonzero if this rank has used the parameter.",
         "torch.cat([piece.flatten() for piece in pieces]) packs the buffer, and buffer.split([piece.numel() for "
         "piece in pieces]) unpacks it. Set .grad to None for parameters that no rank has used.",
         "After each backward pass, add .grad to a float32 tensor, and then set .grad to None.",

@@ -103,7 +103,7 @@ def _expect_sparse_mean(watched: WatchedHook, averaged: torch.Tensor) -> None:
 
 
 def _test_topk(answer: Answer) -> str:
-    stuck = "A rank waits forever. Make sure that the future that you return is completed."
+    stuck = "A rank waits forever. Make sure that the returned future completes."
     on_ranks(_run_topk, 2, answer, stuck=stuck, timeout=40)
     return "The hook sends only the largest elements, and no gradient is lost in the sum over all steps."
 

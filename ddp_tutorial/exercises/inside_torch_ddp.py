@@ -201,7 +201,7 @@ class WatchedHook:
     """A communication hook that times the learner's hook, and records each message's dtype and the total bytes sent."""
 
     def __init__(self, world: World, answer: Answer, advice: str = "") -> None:
-        """Watch `answer` on this rank. If `answer` raises an error, `advice` is appended to the message."""
+        """Watch `answer` on this rank. If `answer` raises an error, `advice` is appended to the error message."""
         self.world, self.answer, self.advice = world, answer, advice
         self.sent: list[torch.dtype] = []
         self.nbytes = 0
@@ -304,7 +304,7 @@ def _expect_mean(world: World, grads: list[torch.Tensor | None], local: torch.Te
 
 
 def _test_hook(answer: Answer) -> str:
-    stuck = "A rank waits forever. Make sure that the future that you return is completed."
+    stuck = "A rank waits forever. Make sure that the returned future completes."
     on_ranks(_run_hook, 2, answer, stuck=stuck, timeout=40)
     return "The hook sends two bytes per element, averages to within 2 %, and does not block the backward pass."
 

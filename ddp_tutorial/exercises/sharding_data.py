@@ -296,7 +296,7 @@ def _steps_left(sampler: Any, where: str) -> list[list[int]]:
     """Return the steps that a sampler yields.
 
     Raises:
-        WrongAnswerError: If a step is not a list of numbers, or the sampler never stops.
+        WrongAnswerError: If a step is not a list of numbers, or if the sampler never stops.
     """
     try:
         steps = list(islice(iter(sampler), _MANY))
@@ -433,7 +433,7 @@ def _as_json(state: State, where: str) -> str:
     try:
         return json.dumps(state)
     except TypeError as error:
-        raise WrongAnswerError(f"{where}: the state must contain plain numbers only. {error}") from None
+        raise WrongAnswerError(f"{where}: the state must contain only plain numbers. {error}") from None
 
 
 def _check_resumed(

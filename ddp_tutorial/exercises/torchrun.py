@@ -121,7 +121,7 @@ class Torchrun:
             The exit code of torchrun, or None if `enough` returned true first.
 
         Raises:
-            WrongAnswerError: If the ranks wait for each other, or the run exceeds its time limit.
+            WrongAnswerError: If the ranks wait for each other, or if the run exceeds its time limit.
         """
         alive, printed, computed, look = time.monotonic(), "", 0.0, 0.0
         while (code := self.agent.poll()) is None:
@@ -137,7 +137,7 @@ class Torchrun:
                 raise WrongAnswerError(
                     f"{self._last_line()}. The ranks then made no progress for {STUCK_SECONDS:g} s, because they were "
                     "waiting for each other. Every rank must enter the same collectives in the same order. Check for "
-                    "a collective inside `if rank == 0`. If this line is the last one of the run, call "
+                    "a collective inside `if rank == 0`. If the run has printed all its lines, call "
                     "destroy_process_group() only after the DDP model has been freed."
                 )
             if now > self.deadline:

@@ -301,7 +301,7 @@ class _Samples:
     tolerance: float = 1e-9
 
     def union(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the samples, and the weight of each output in the loss."""
+        """Return the samples and the weight of each output in the loss."""
         generator = torch.Generator().manual_seed(0)
         x, weights = torch.randn(2, 9, 2, generator=generator, dtype=torch.float64)
         x = 0.3 * x + 0.1 * torch.arange(9.0, dtype=torch.float64)[:, None] + self.center

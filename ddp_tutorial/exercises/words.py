@@ -1,4 +1,4 @@
-"""Simulate in one process the exercises that train a script, with and without common mistakes.
+"""Simulate the exercises' scripts in one process, with and without common mistakes.
 
 A run prints the loss and the number of letters for each step. The number of letters reveals which words the run read,
 and the loss reveals how the run weighted the words. To diagnose an incorrect answer, the check simulates common

@@ -1,4 +1,4 @@
-"""Check that a model can be compiled, before the run writes any files."""
+"""Check that a model can be compiled before the run writes any files."""
 
 import os
 import shutil

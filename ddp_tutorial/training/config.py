@@ -284,7 +284,7 @@ class TrainConfig(Config):
 
     @property
     def label(self) -> str:
-        """Suffix of the default run name, after the timestamp."""
+        """The suffix of the default run name, after the timestamp."""
         return "train"
 
     @property

@@ -34,7 +34,7 @@ class EvaluationTracker:
 
     @property
     def values(self) -> dict[int, float]:
-        """The value of `best.metric` at each evaluated step. Raises `ConfigError` if that metric is not evaluated."""
+        """The value of `best.metric` at each evaluated step. Raises `ConfigError` if this metric is not evaluated."""
         name = self.config.best.metric
         for means in self.evaluations.values():
             if name not in means:

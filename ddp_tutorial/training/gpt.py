@@ -3,8 +3,8 @@
 The GPT consists of token and position embeddings, blocks with causal attention and an MLP, and a tied output head.
 
 The architecture is that of GPT-2 (Radford et al., 2019), without biases in linear layers. A mixin from huggingface_hub
-defines `save_pretrained` and `from_pretrained`. These methods use safetensors and a config.json, and do not execute
-code from files.
+defines `save_pretrained` and `from_pretrained`. The file formats are safetensors and JSON, so loading a model does not
+execute code.
 """
 
 import math

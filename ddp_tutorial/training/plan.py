@@ -37,7 +37,7 @@ def plan(config: TaskConfig, layers: Iterable[Layer], environ: Mapping[str, str]
 
     Raises:
         ConfigError: If the world or the device is not available, if `tasks.check_start` rejects the config, or if the
-            memory cannot be estimated because the model or the loss requires tensor values.
+            memory use cannot be estimated.
     """
     if joins := is_launched_rank(environ):
         world = World.detect(environ, device=config.device, backend=config.backend)
@@ -106,10 +106,10 @@ def settings(config: TaskConfig, layers: Iterable[Layer], used: TaskConfig | Non
 def memory(config: TaskConfig, samples: int, ranks: int = 1) -> dict[str, int]:
     """Estimate the memory that one rank needs, in bytes. `samples` is the number of samples in a micro-batch.
 
-    The estimate includes four bytes per parameter, four bytes per gradient element, and the optimizer state. With a
-    sharding strategy, the sharded part is divided by the number of ranks per replica, and temporarily gathered weights
-    are added. The size of the saved activations is measured on torch's meta device, which allocates no memory.
-    Attention may need less memory than estimated. On a CPU, Python and torch need about 300 MB of additional memory.
+    The estimate includes four bytes per parameter, four bytes per gradient element, and the optimizer state. Sharding
+    strategies divide the sharded part by the number of ranks per replica, and add temporarily gathered weights. The
+    size of the saved activations is measured on torch's meta device, which allocates no memory. Attention may need less
+    memory than estimated. On a CPU, Python and torch need about 300 MB of additional memory.
 
     Returns:
         The memory in bytes by purpose, and the `total`. For a pipeline, the values are those of the rank that requires
@@ -168,7 +168,7 @@ def _meta_device() -> Iterator[None]:
 
 
 def optimizer_bytes(config: TrainConfig) -> int:
-    """Return the optimizer state's size in bytes per parameter. For an imported class, measure a small matrix.
+    """Return the optimizer state's size in bytes per parameter, measured on a small matrix for an imported class.
 
     Raises:
         ConfigError: If the imported class cannot update a matrix with a dense gradient.

@@ -111,7 +111,7 @@ def with_batch_size(config: TaskConfig, ranks: int) -> TaskConfig:
 
 
 def task_of(config: TaskConfig) -> Task:
-    """Return the task that `config` specifies by name or import path. Raise `ConfigError` if there is no such task."""
+    """Return the task that `config` specifies by name or import path. Raise `ConfigError` if the task is unknown."""
     if config.task in TASKS:
         return TASKS[config.task]
     if not is_import_path(config.task):
