@@ -298,8 +298,8 @@ def _expect_mean(world: World, grads: list[torch.Tensor | None], local: torch.Te
         else:
             found = f"this is neither the average nor the rank's own gradient, {numbers(local, digits=3)}"
         raise WrongAnswerError(
-            f"On rank {world.rank}, every averaged gradient must be within 2 % of {numbers(exact, digits=3)}, but one "
-            f"is {'None' if got is None else numbers(got, digits=3)}: {found}."
+            f"On rank {world.rank}, every averaged gradient must be within 2 % of {numbers(exact, digits=3)}, got "
+            f"{'None' if got is None else numbers(got, digits=3)}: {found}."
         )
 
 
