@@ -497,10 +497,9 @@ class TaskConfig(TrainConfig):
         """`learning_rate`, scaled to `batch_size` by `learning_rate_rule`.
 
         The rules are heuristics for a batch that is k times as large. With the linear rule and a warm-up, one step
-        should change the weights as much as k steps with the smaller batch (Goyal et al., "Accurate, large minibatch
-        SGD", 2017). The square-root rule is for Adam, which divides by the magnitude of the gradient. If noise
-        dominates, this magnitude decreases by a factor of sqrt(k) (Malladi et al., "On the SDEs and scaling rules for
-        adaptive gradient algorithms", 2022).
+        should match k steps with the smaller batch (Goyal et al., "Accurate, large minibatch SGD", 2017). The
+        square-root rule is for Adam, which divides by the gradient's magnitude. If noise dominates, this magnitude is
+        divided by sqrt(k) (Malladi et al., "On the SDEs and scaling rules for adaptive gradient algorithms", 2022).
         """
         times = self.batch_size / self.learning_rate_batch
         return self.learning_rate * {"fixed": 1.0, "linear": times, "sqrt": times**0.5}[self.learning_rate_rule]
