@@ -93,7 +93,7 @@ def test_two_missing_ranks_hang_if_one_of_them_does_not_compute() -> None:
 
 def test_an_unresponsive_rank_and_a_rank_that_left_are_distinguished() -> None:
     assert "rank 1 does not respond" in diagnose({0: numbered(WAITS), 1: None}).verdict
-    left = replace(numbered(REDUCE), left="well")
+    left = replace(numbered(REDUCE), left="finished")
     assert (
         "rank 1 has left; its last collective was all_reduce" in diagnose({0: numbered(REDUCE, WAITS), 1: left}).verdict
     )
@@ -101,14 +101,14 @@ def test_an_unresponsive_rank_and_a_rank_that_left_are_distinguished() -> None:
 
 def test_a_collective_that_lost_its_connection_has_failed() -> None:
     """The connections of the exited rank are closed, and this rank has raised an error."""
-    left = replace(numbered(REDUCE), left="well")
+    left = replace(numbered(REDUCE), left="finished")
     found = diagnose({0: numbered(REDUCE, REDUCE), 1: left})
     assert "Rank 0 was in all_reduce [3]" in found.verdict
 
 
 def test_only_the_marked_row_reports_waiting_ranks() -> None:
     """torch may mark a collective as completed late or never."""
-    found = diagnose({0: numbered(WAITS, WAITS), 1: replace(numbered(WAITS), left="well")})
+    found = diagnose({0: numbered(WAITS, WAITS), 1: replace(numbered(WAITS), left="finished")})
     before, marked = found.table.splitlines()[1:]
     assert "waiting" not in before
     assert "waiting" in marked

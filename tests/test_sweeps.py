@@ -340,7 +340,8 @@ def test_notebooks_that_cannot_be_swept_are_rejected(workdir: Path) -> None:
         (untagged, "untagged.ipynb must contain exactly one cell tagged 'parameters', got 0"),
         (
             magic,
-            "magic.ipynb: the cell tagged 'parameters' must contain only Python code, got invalid syntax in line 1",
+            "magic.ipynb: the cell tagged 'parameters' must contain only Python code, but there is a "
+            "syntax error on line 1: invalid syntax",
         ),
         (broken, "the cell after the parameters raised SyntaxError"),
     ]:

@@ -5,7 +5,7 @@ in total in the forward pass and 40 ms in the backward pass. The prediction is t
 communication time. PyTorch's own schedules run the same stages on the same ranks.
 
 The benchmark also reports results for a GPT. The step time of real stages also depends on the cores, the caches and the
-balance of the stages. The prediction for the GPT uses each stage's measured durations in the same step.
+balance of the stages. The prediction for a GPT step uses the stage durations measured in that step.
 """
 
 import statistics

@@ -159,8 +159,8 @@ _BASELINE = "Baseline for the throughput.  [default: among runs with the same wo
 def summary(runs: tuple[str, ...], everything: bool, form: str, baseline: str | None) -> None:
     """Summarize runs, by default the newest run.
 
-    A summary contains the settings, result, losses, throughput, time by phase, memory and checkpoints. In the formats
-    md, csv and json, the summaries also contain each run's speedup and efficiency relative to the baseline.
+    A summary contains the settings, result, losses, throughput, time by phase, memory and checkpoints. In the md,
+    csv and json formats, the summaries also contain each run's speedup and efficiency relative to the baseline.
     """
     from ddp_tutorial.runs.summaries import summarize
 

@@ -140,9 +140,9 @@ class Recorder:
     def close(self) -> None:
         """Split the duration of PyTorch's backward pass into computation and waiting time.
 
-        With PyTorch's DDP, the backward pass returns only after the last all-reduce. The time until the last all-reduce
-        was issued remains in the `backward` span. The remaining time is recorded as `finish`, the phase in which the
-        other DDP variants wait for the all-reduces.
+        With PyTorch's DDP, the backward pass returns only after the last all-reduce. The `backward` span
+        still contains the time until the last all-reduce is issued. The remaining time is recorded as `finish`, the
+        phase in which the other DDP variants wait for the all-reduces.
         """
         for place, span in enumerate(self.spans):
             within = [each for each in self._issued if span.start <= each.issued <= span.end]

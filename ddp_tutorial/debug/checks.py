@@ -341,7 +341,7 @@ class Checks:
         return False
 
     def _hide_gradients(self) -> None:
-        """Remove all gradients until after the update, because optimizers skip parameters without a gradient."""
+        """Remove all gradients during the update, because optimizers skip parameters without a gradient."""
         for group in self.program.optimizer.param_groups:
             for parameter in group["params"]:
                 if parameter.grad is not None:

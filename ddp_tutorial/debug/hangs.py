@@ -64,18 +64,19 @@ class RankStatus:
     """The state of one rank.
 
     Attributes:
-        calls: The last collectives that the rank has entered.
+        calls: The most recent collectives that the rank entered.
         lines: The current line of the rank's main thread, in the format of `Call.lines`.
         is_busy: Whether the rank uses the CPU.
         members: Dict from process group name to the group's ranks, for each process group that includes this rank.
-        left: "well" or "failed" if the rank has left the block, "idle" if the rank is waiting for work, otherwise "".
+        left: "finished" if the rank left the block normally, "failed" if it raised an error, "idle" if it is waiting
+            for work, otherwise "".
     """
 
     calls: tuple[Call, ...]
     lines: tuple[Line, ...] = ()
     is_busy: bool = False
     members: dict[str, list[int]] = field(default_factory=dict)
-    left: Literal["", "well", "failed", "idle"] = ""
+    left: Literal["", "finished", "failed", "idle"] = ""
 
     def call(self, group: str, number: int) -> Call | None:
         """Return the collective with sequence number `number` in `group`, or None if the rank has not entered it."""
@@ -162,7 +163,7 @@ def watching(world: World, seconds: float = 30.0) -> Iterator["Watch"]:
             reason: Reason = "wait" if lost_connection(error) else "error"  # this rank waited for a rank that exited
             found = watch.inspect(reason)
             if found.explains(reason):
-                watch.close("well")
+                watch.close("finished")
                 raise CollectiveError(str(found)) from error
         watch.close("failed")
         raise
@@ -170,7 +171,7 @@ def watching(world: World, seconds: float = 30.0) -> Iterator["Watch"]:
         watch.close("failed")
         raise
     else:
-        watch.close("well")
+        watch.close("finished")
 
 
 class Watch(threading.Thread):
@@ -218,7 +219,7 @@ class Watch(threading.Thread):
             number, Diagnosis("none", "no diagnosis: this rank's monitoring thread has not responded")
         )
 
-    def close(self, how: Literal["well", "failed"]) -> None:
+    def close(self, how: Literal["finished", "failed"]) -> None:
         """Stop the thread and publish this rank's last state, which the other ranks may still need for a diagnosis."""
         self._left.set()
         with suppress(RuntimeError, ValueError):  # the store or the group no longer exists
@@ -373,7 +374,7 @@ def _absent(rank: int, status: RankStatus | None) -> str:
         return f"rank {rank} does not respond: it has exited, is stopped, or is busy in native code"
     if status.left:
         last = status.calls[-1] if status.calls else None
-        how = {"failed": "has raised an error", "well": "has left", "idle": "is idle"}[status.left]
+        how = {"failed": "has raised an error", "finished": "has left", "idle": "is idle"}[status.left]
         return f"rank {rank} {how}" + (f"; its last collective was {last.what}{_at(last.lines)}" if last else "")
     where = ", called from ".join(map(str, status.lines)) or "an unknown line"
     return f"rank {rank} has not entered it: it is {'computing ' if status.is_busy else ''}at {where}"

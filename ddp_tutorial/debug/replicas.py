@@ -133,7 +133,7 @@ class ReplicaDrift(Detector):
         return self._compare(step, step) if is_due or self._difference else []
 
     def _compare(self, step: int, after: int) -> list[Finding]:
-        """Compare all bits of the parameters and the optimizer state after the update in step `after`. Collective."""
+        """Compare the parameters and the optimizer state bitwise between ranks, after step `after`. Collective."""
         sums = checksums(self._kept(dict(self._state())))
         of_ranks = self.program.gather_numbers(torch.tensor([combine_checksums(sums)])).tolist()
         return self._verdict(step, after, sums, of_ranks)

@@ -105,7 +105,7 @@ class LossDivergence(Detector):
         """Store the arguments.
 
         Args:
-            times: The ratio to the initial loss above which an error is reported; see `has_diverged`.
+            times: The largest allowed ratio of the loss to the initial loss; see `has_diverged`.
             window: The number of steps in each median.
 
         Raises:

@@ -101,7 +101,7 @@ def _average_gradients(world: World, model: nn.Module) -> None:
 
 
 def _with(finish: Callable[[World, nn.Parameter, torch.Tensor], None]) -> Answer:
-    """Return a variant of the solution that calls `finish` instead of the all-reduce and the division."""
+    """Return a variant of the solution in which a call of `finish` replaces the all-reduce and the division."""
 
     def answer(world: World, model: nn.Module) -> None:
         for parameter in model.parameters():

@@ -289,8 +289,8 @@ def parameters_in(notebook: Any, name: str) -> Parameters:
         names = parameters.names
     except SyntaxError as error:
         raise ConfigError(
-            f"{name}: the cell tagged 'parameters' must contain only Python code, got "
-            f"{error.msg} in line {error.lineno}"
+            f"{name}: the cell tagged 'parameters' must contain only Python code, but there is a "
+            f"syntax error on line {error.lineno}: {error.msg}"
         ) from None
     if "name" not in names:
         raise ConfigError(

@@ -85,7 +85,7 @@ def goodput(
     title: str,
     xlabel: str,
 ) -> Figure:
-    """Draw each run's time shares as a stacked bar, and its predicted goodput as a marker.
+    """Draw each run's time by activity as a stacked bar, and its predicted goodput as a marker.
 
     `spent` contains each run's seconds by activity. The first activity counts as goodput. `models` maps the name of
     each performance model to the predicted goodput of each run.

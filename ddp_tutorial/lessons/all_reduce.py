@@ -9,7 +9,7 @@ from ddp_tutorial.world import World, require_group
 
 
 class Message(NamedTuple):
-    """A message that a rank sent, which contains one chunk of the tensor."""
+    """A message from one rank to the next, which contains one chunk of the tensor."""
 
     round: int
     sender: int

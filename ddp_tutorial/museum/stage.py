@@ -144,11 +144,11 @@ class Stage:
         if has_waited and entered:  # torch has aborted the last call
             entered[-1] = replace(entered[-1], done=False)
         of_ranks = all_gather(self.world, entered)
-        return diagnose({rank: RankStatus(tuple(each), left="well") for rank, each in enumerate(of_ranks)})
+        return diagnose({rank: RankStatus(tuple(each), left="finished") for rank, each in enumerate(of_ranks)})
 
 
 def _new_group(limit: timedelta) -> dist.ProcessGroup:
-    """Create a group of all ranks whose collectives time out after `limit`. Collective."""
+    """Create a process group that contains all ranks and has the timeout `limit`. Collective."""
     group: dist.ProcessGroup = dist.new_group(timeout=timedelta(seconds=60))
     dist.distributed_c10d._set_pg_timeout(limit, group)
     return group

@@ -108,7 +108,7 @@ class StepLog:
         )
 
     def rewind(self, step: int, losses: list[float], count: float) -> None:
-        """Resume after `step` of an earlier attempt.
+        """Rewind the log to `step` of an earlier attempt, so that the next step follows.
 
         Later steps are removed from the file, so that no step appears twice. Lines that cannot be parsed are removed as
         well. `losses` and `count` are the losses and the total number of tokens or samples up to `step`.

@@ -74,7 +74,7 @@ class EvaluationTracker:
         return sorted(int(folder.name.removeprefix("step_")) for folder in self.run.best.glob("step_*"))
 
     def remove_saved(self, excluded: Collection[int | None]) -> None:
-        """On rank 0, remove the weights of all steps from the run folder, except the steps in `excluded`."""
+        """On rank 0, delete the saved weights of all steps, except those of the steps in `excluded`."""
         if self.world.is_main:
             for step in self.saved_steps():
                 if step not in excluded:

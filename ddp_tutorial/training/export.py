@@ -96,8 +96,8 @@ def evaluate(run: str | Path, *, samples: int | None = None, best: bool = False)
     world, task = World(device=choose_device(config.device if config.device == "cpu" else "auto")), task_of(config)
     if config.loss is not None:
         raise ConfigError(
-            f"{run} was trained with loss={config.loss}, but this command never imports a run's code; evaluate the "
-            "model in a script"
+            f"{run} was trained with the custom loss {config.loss}, but this command imports no user code; evaluate "
+            "the model in a script"
         )
     _, validation = samples_of(config, world)
     count = min(samples or config.eval_samples or len(validation), len(validation))

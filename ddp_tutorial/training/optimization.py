@@ -130,8 +130,8 @@ def resolve_scheduler(scheduler: SchedulerLike, optimizer: Optimizer) -> LRSched
     require_no_metric(found)
     if found.optimizer is not optimizer:  # the scheduler would not change the run's learning rate
         raise ConfigError(
-            "'scheduler' must schedule the optimizer of the run, got a scheduler of a different optimizer. Pass a "
-            f"function instead, as in scheduler=lambda optimizer: {type(found).__name__}(optimizer, ...)"
+            "'scheduler' must be a scheduler for the run's optimizer, got a scheduler for a different optimizer. "
+            f"Pass a function instead, as in scheduler=lambda optimizer: {type(found).__name__}(optimizer, ...)"
         )
     return found
 
