@@ -909,6 +909,11 @@ def test_a_worker_sends_batches_and_errors_whose_types_cannot_be_imported(kind: 
     with pytest.raises(SourceError, match="BadSampleError: sample 4 is a bad one"):
         next(source)
     source.close()
+    source = make_source(data, 3, SINGLE_PROCESS, seed=None, config=SourceConfig(kind=kind), transform=transform)  # type: ignore[arg-type]
+    next(source)
+    with pytest.raises(SourceError, match="sample 4 is a bad one") as raised:
+        next(source)
+    assert isinstance(raised.value.__cause__, BadSampleError)  # without workers, the type is kept
 
 
 @forking
