@@ -380,6 +380,15 @@ def half_on_meta() -> nn.Module:
     return nn.Sequential(nn.Linear(6, 4), nn.Linear(4, 1, device="meta"))
 
 
+class SparseTable(nn.Embedding):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x[:, 0].long().clamp(0, 3))
+
+
+def sparse_table() -> nn.Module:
+    return nn.Sequential(SparseTable(4, 6, sparse=True), make_model())
+
+
 BAD: dict[str, tuple[Callable[[World], Any], str]] = {
     "a mean alone": (
         lambda world: start(world, mean_alone),
@@ -407,6 +416,13 @@ BAD: dict[str, tuple[Callable[[World], Any], str]] = {
         lambda world: start(world, model=make_model().requires_grad_(False)),
         "ConfigError: the model must have at least one parameter with requires_grad=True, got none",
     ),
+    **{
+        f"sparse gradient with {strategy}": (
+            lambda world, strategy=strategy: start(world, model=sparse_table(), strategy=strategy),
+            "ConfigError: the model's '0.weight' must have a dense gradient, got SparseTable(sparse=True). Create",
+        )
+        for strategy in ("ddp", "zero1", "fsdp")
+    },
     "foreign optimizer": (
         lambda world: start(world, optimizer=torch.optim.SGD(make_model().parameters(), lr=0.1)),
         "ConfigError: the optimizer contains 4 tensors that are not parameters of the model",

@@ -50,13 +50,14 @@ def make_train_step(
         scheduler: A learning-rate scheduler, or a function that takes the optimizer and returns a scheduler.
 
     Raises:
-        ConfigError: If the model is on the wrong device or cannot be compiled, or if the optimizer does not fit the
-            model.
+        ConfigError: If the model is on the wrong device, cannot be compiled or has a sparse embedding, or if the
+            optimizer does not fit the model.
     """
     require_group(world)
     config = config_for(optimizer, config)
     require_compilable(model, config, world)
     model = _on_device(uncompiled(model), world)
+    _require_dense_gradients(model)
     precision = Precision(config.precision, world)
     strategy = make_strategy(config, model, world, loss, precision)
     made = make_optimizer(model, config) if optimizer is None else resolve_optimizer(optimizer, model)
@@ -101,3 +102,14 @@ def _on_device(model: nn.Module, world: World) -> nn.Module:
                 "the model on the CPU, or move it with model.to(world.device)"
             )
     return model
+
+
+def _require_dense_gradients(model: nn.Module) -> None:
+    """Raise `ConfigError` if an embedding's gradient is sparse, because torch cannot compute such a gradient's norm."""
+    for name, part in model.named_modules():
+        if isinstance(part, nn.Embedding | nn.EmbeddingBag) and part.sparse and part.weight.requires_grad:
+            weight = f"{name}.weight" if name else "weight"
+            raise ConfigError(
+                f"the model's {weight!r} must have a dense gradient, got {type(part).__name__}(sparse=True). Create "
+                "the layer with sparse=False"
+            )
