@@ -346,6 +346,22 @@ def test_an_error_outside_of_a_collective_keeps_the_group_even_after_a_restart(r
     assert "process group" not in str(caught.value)
 
 
+def test_an_error_keeps_the_group_if_ranks_belong_to_different_subgroups(ranks):
+    ranks.execute(
+        "import torch, torch.distributed as dist; mine = [dist.new_group([0]), dist.new_group([1])][world.rank]"
+    )
+    ranks.execute("both = dist.new_group([0, 1]); one = torch.ones(1)")
+    ranks.execute("for _ in range(world.rank + 1): dist.all_reduce(one, group=mine)")
+    ranks.execute("dist.all_reduce(one, group=both)")
+    with pytest.raises(RankError, match="ZeroDivisionError") as caught:
+        ranks.execute("1 / 0")
+    assert "process group" not in str(caught.value)
+    with pytest.raises(RankError, match="ZeroDivisionError") as caught:
+        ranks.execute("dist.broadcast(one, 0, group=both) if world.rank == 0 else 1 / 0")
+    assert "have formed a new process group" in str(caught.value)
+    assert are_together(ranks)
+
+
 def test_an_exception_whose_message_cannot_be_shown_is_reported(ranks):
     ranks.execute("class Broken(Exception):\n    def __str__(self):\n        raise KeyError")
     for raised in (ranks.execute, lambda code: ranks.execute(code, on=[1])):

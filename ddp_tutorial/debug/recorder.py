@@ -95,17 +95,19 @@ def progress() -> dict[str, tuple[int, int]]:
     return seen
 
 
+def group_names() -> dict[int, str]:
+    """Return the names of the recorder's process groups by ID, which is a number of this process only."""
+    entries = flight_record(stacks=False).get("entries", [])
+    return {entry["pg_id"]: entry["process_group"][0] for entry in entries if not entry["is_p2p"]}
+
+
 def ignore_former_groups() -> None:
     """Exclude process groups that no longer exist from all later results. Requires a process group.
 
     PyTorch gives a new group the same name as a former group, but a higher ID.
     """
     global _oldest
-    names = {
-        entry["pg_id"]: entry["process_group"][0]
-        for entry in flight_record(stacks=False).get("entries", [])
-        if not entry["is_p2p"]
-    }
+    names = group_names()
     latest = {name: number for number, name in sorted(names.items())}
     current = {latest[name] for name in used_groups() if name in latest}
     _oldest = max(names.keys() - current, default=_oldest - 1) + 1

@@ -333,17 +333,18 @@ class Controller:
         self._kill([each for each in workers if each.is_busy])
 
     def _are_in_step(self, workers: Sequence[WorkerHandle]) -> bool:
-        """Return whether all ranks have finished the same collectives and no collective has failed.
+        """Return whether the ranks of each group have finished the same collectives and no collective has failed.
 
         The result is also False if a rank was woken from a collective. Such a rank may report no error, because the
         interrupt may have arrived before gloo's error.
         """
         if any(each.was_woken or (each.failure and each.failure.in_collective) for each in workers):
             return False
-        found = [each for each in self._ask("snapshot", ANSWER_SECONDS).values() if isinstance(each, Snapshot)]
-        # The keys number the groups of one process, so a restarted rank has different keys.
-        steps = {tuple(each.progress.values()) for each in found}
-        return len(found) == self.n and len(steps) == 1 and not any(each.waits for each in found)
+        found = [each for each in self._ask("groups", ANSWER_SECONDS).values() if isinstance(each, Snapshot)]
+        if len(found) < self.n or any(each.waits for each in found):
+            return False
+        members = {name: ranks for each in found for name, ranks in each.members.items()}
+        return all(len({found[rank].steps.get(name) for rank in ranks}) == 1 for name, ranks in members.items())
 
     def _statuses(self) -> dict[int, RankStatus | None]:
         answers = self._ask("status", BUSY_SECONDS + ANSWER_SECONDS)

@@ -53,9 +53,19 @@ class Snapshot:
 
     Attributes:
         progress: Dict from process group to the sequence numbers of its last entered and last completed collective.
+        names: Dict from process group ID to the group's name, which is the same on all ranks. Empty unless the pool asked
+            for names.
+        members: Dict from group name to the group's ranks. Empty unless the pool asked for names.
     """
 
     progress: dict[str, tuple[int, int]] = field(default_factory=dict)
+    names: dict[int, str] = field(default_factory=dict)
+    members: dict[str, list[int]] = field(default_factory=dict)
+
+    @property
+    def steps(self) -> dict[str, tuple[int, int]]:
+        """The progress by the name of the group."""
+        return {self.names[int(group)]: each for group, each in self.progress.items() if int(group) in self.names}
 
     @property
     def waits(self) -> bool:

@@ -30,7 +30,7 @@ import torch.distributed as dist
 
 from ddp_tutorial.compat import group_ranks, inspection_text
 from ddp_tutorial.debug.hangs import RankStatus, uses_cpu
-from ddp_tutorial.debug.recorder import Call, calls, current_lines, ignore_former_groups, progress
+from ddp_tutorial.debug.recorder import Call, calls, current_lines, group_names, ignore_former_groups, progress
 from ddp_tutorial.live import display
 from ddp_tutorial.live.messages import Failure, MimeBundle, Receiver, Snapshot, WorkerSpec
 from ddp_tutorial.processes.errors import Raised, lost_connection
@@ -205,6 +205,8 @@ class Worker:
             match message:
                 case ("snapshot", question):
                     self.send("answer", question, Snapshot(self._progress()))
+                case ("groups", question):
+                    self.send("answer", question, self._groups())
                 case ("status", question):
                     self.send("answer", question, self._status())
                 case ("interrupt", number) if number == self.number:  # ignore interrupts for earlier calls
@@ -219,6 +221,11 @@ class Worker:
         with suppress(ValueError):  # the main thread may leave the group at any time
             return progress()
         return {}
+
+    def _groups(self) -> Snapshot:
+        with suppress(ValueError):
+            return Snapshot(progress(), group_names(), group_ranks())
+        return Snapshot()
 
     def _status(self) -> RankStatus:
         state, is_busy = self.state, uses_cpu()
