@@ -651,6 +651,15 @@ def test_put_assigns_all_variables_or_none(magics, ranks):
     assert magics.steps == []
 
 
+def test_put_assigns_a_variable_of_any_name(magics, ranks):
+    magics.pool = ranks
+    magics.notebook.user_ns |= {"on": 1, "self": 2}
+    magics.ranks("put on self")
+    assert ranks.get("on, self") == [(1, 2), (1, 2)]
+    ranks.put(self=3)
+    assert ranks.get("self") == [3, 3]
+
+
 def test_a_script_may_be_written_to_the_home_folder(magics, tmp_path, monkeypatch):
     monkeypatch.setenv("HOME", str(tmp_path))
     magics.ranks("script ~/mine/out.py")

@@ -163,7 +163,7 @@ class RankMagics(Magics):
             if name not in variables:
                 raise MagicError(f"%ranks put {name}: this notebook has no variable {name!r}")
         values = {name: variables[name] for name in names}
-        self._alive().put(**values)
+        self._alive().assign(values)
         self.steps += [assignment_step(name, value) for name, value in values.items()]
 
     def rate(self, arguments: Sequence[str]) -> None:

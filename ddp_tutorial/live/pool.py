@@ -17,7 +17,7 @@ import atexit
 import math
 import pickle
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from typing import Any
 
@@ -185,8 +185,12 @@ class Ranks(Controller):
         """Return the value of a variable or expression on each rank, in rank order."""
         return [pickle.loads(value) for value in self._call("get", name, on=on).values()]
 
-    def put(self, on: Iterable[int] | None = None, **values: Any) -> None:
-        """Assign variables on all ranks, or on the ranks in `on`, for example `ranks.put(rate=0.1)`.
+    def put(self, /, on: Iterable[int] | None = None, **values: Any) -> None:
+        """Assign variables on all ranks, or on the ranks in `on`, for example `ranks.put(rate=0.1)`."""
+        self.assign(values, on)
+
+    def assign(self, values: Mapping[str, Any], on: Iterable[int] | None = None) -> None:
+        """Assign variables, as `put` does. A variable may have any name, such as `on`.
 
         Raises:
             TypeError: If a value cannot be pickled.
