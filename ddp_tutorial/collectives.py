@@ -238,6 +238,6 @@ def digest(tensors: Mapping[str, torch.Tensor]) -> str:
     sha = hashlib.sha256()
     for name, tensor in tensors.items():
         sha.update(f"{name} {tuple(tensor.shape)} {tensor.dtype};".encode())
-        flat = tensor.detach().cpu().contiguous().reshape(-1)
+        flat = tensor.detach().cpu().to_dense().contiguous().reshape(-1)
         sha.update(flat.view(torch.uint8).numpy().data)
     return sha.hexdigest()

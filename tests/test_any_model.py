@@ -385,6 +385,12 @@ class SparseTable(nn.Embedding):
         return super().forward(x[:, 0].long().clamp(0, 3))
 
 
+class SparseBuffer(nn.Linear):
+    def __init__(self, persistent: bool) -> None:
+        super().__init__(6, 1)
+        self.register_buffer("links", torch.eye(6).to_sparse(), persistent=persistent)
+
+
 def sparse_table() -> nn.Module:
     return nn.Sequential(SparseTable(4, 6, sparse=True), make_model())
 
@@ -416,6 +422,13 @@ BAD: dict[str, tuple[Callable[[World], Any], str]] = {
         lambda world: start(world, model=make_model().requires_grad_(False)),
         "ConfigError: the model must have at least one parameter with requires_grad=True, got none",
     ),
+    **{
+        f"sparse buffer, {persistent=}": (
+            lambda world, persistent=persistent: start(world, model=SparseBuffer(persistent)),
+            "ConfigError: the model's 'links' must be a dense tensor, got a tensor with layout torch.sparse_coo. Store",
+        )
+        for persistent in (False, True)
+    },
     **{
         f"sparse gradient with {strategy}": (
             lambda world, strategy=strategy: start(world, model=sparse_table(), strategy=strategy),

@@ -379,6 +379,7 @@ def test_a_digest_does_not_depend_on_the_memory_layout() -> None:
     tensor = torch.arange(6.0).reshape(2, 3)
     assert digest({"a": tensor.t()}) == digest({"a": tensor.t().contiguous()})
     assert digest({"a": tensor[:, 1]}) == digest({"a": torch.tensor([1.0, 4.0])})
+    assert digest({"a": tensor.to_sparse()}) == digest({"a": tensor})
     assert digest({"a": tensor.requires_grad_()}) == digest({"a": tensor.detach()})
 
 

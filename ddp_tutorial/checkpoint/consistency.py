@@ -62,5 +62,5 @@ def summary(value: Any, check: Check) -> Any:
     if check == "quick":
         return kind
     if check == "full":
-        return kind, value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+        return kind, value.detach().cpu().to_dense().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
     return kind, digest({"": value})

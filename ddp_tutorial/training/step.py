@@ -82,7 +82,7 @@ def _on_device(model: nn.Module, world: World) -> nn.Module:
     """Move `model` to this rank's device.
 
     Raises:
-        ConfigError: If the model is frozen or on the wrong device, or if its state is not stored in tensors.
+        ConfigError: If the model is frozen or on the wrong device, or if its state is not stored in dense tensors.
     """
     for name, value in model.state_dict().items():
         if not isinstance(value, torch.Tensor):
@@ -93,6 +93,12 @@ def _on_device(model: nn.Module, world: World) -> nn.Module:
     if not any(parameter.requires_grad for parameter in model.parameters()):
         raise ConfigError("the model must have at least one parameter with requires_grad=True, got none")
     tensors = dict([*model.named_parameters(), *model.named_buffers()])
+    for name, tensor in tensors.items():
+        if tensor.layout != torch.strided:
+            raise ConfigError(
+                f"the model's {name!r} must be a dense tensor, got a tensor with layout {tensor.layout}. Store the "
+                "indices and the values as dense buffers, and create the sparse tensor from them in forward"
+            )
     if all(tensor.device.type == "cpu" for tensor in tensors.values()):
         return model.to(world.device)
     for name, tensor in tensors.items():
