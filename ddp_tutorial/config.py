@@ -240,6 +240,13 @@ class _Loader(yaml.SafeLoader):
         for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
     }
 
+    def construct_object(self, node: yaml.Node, deep: bool = False) -> Any:
+        """Return the value of a node. Raise `ConstructorError` if the value contains itself."""
+        if node in self.recursive_objects:
+            problem = "the value of an anchor must not contain an alias of the same anchor"
+            raise yaml.constructor.ConstructorError(None, None, problem, node.start_mark)
+        return super().construct_object(node, deep=True)
+
 
 _Loader.add_implicit_resolver(
     "tag:yaml.org,2002:int",

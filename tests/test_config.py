@@ -352,6 +352,18 @@ def test_yaml_that_constructs_objects_is_rejected_and_not_executed(text: str) ->
     assert not Path("pwned").exists()
 
 
+@pytest.mark.parametrize("text", ["model: &own {layers: *own}\n", "ddp: &own\n  variant: [*own]\n"])
+def test_a_yaml_value_that_contains_itself_is_malformed(text: str) -> None:
+    assert re.search(
+        r"^own.yaml, line 1, column \d: not valid YAML: the value of an", message_of(write("own.yaml", text))
+    )
+
+
+def test_an_alias_copies_the_value_of_its_anchor() -> None:
+    config = load(write("copy.yaml", "steps: &n 3\nseed: *n\n"), TaskConfig)
+    assert (config.steps, config.seed) == (3, 3)
+
+
 def test_a_file_that_is_not_utf8_is_named() -> None:
     Path("latin.yaml").write_bytes("name: caf\xe9\n".encode("latin-1"))
     assert message_of("latin.yaml").startswith("config file 'latin.yaml' cannot be read: ")
