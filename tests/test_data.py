@@ -442,7 +442,7 @@ def test_two_concurrent_writers_of_the_same_shards_both_succeed(
     assert [path.name for path in tmp_path.iterdir()] == [paths[0].parent.name]
 
 
-def test_parquet_files_are_converted_to_arrow_once(tmp_path: Path) -> None:
+def test_parquet_files_are_converted_to_arrow_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     paths = [tmp_path / folder / "part.parquet" for folder in ("a", "b")]  # with the same name
     for number, path in enumerate(paths):
         path.parent.mkdir()
@@ -451,9 +451,11 @@ def test_parquet_files_are_converted_to_arrow_once(tmp_path: Path) -> None:
     assert ArrowShards(made).fetch(np.arange(4))["x"].tolist() == [0, 10, 1, 11]
     other = as_arrow(paths[1:], tmp_path / "arrow")  # with the same name as the first file
     assert ArrowShards(other).fetch(np.arange(2))["x"].tolist() == [1, 11]
-    for path in paths:
-        path.unlink()
-    assert as_arrow(paths, tmp_path / "arrow") == made
+    with monkeypatch.context() as patch:
+        patch.delattr("pyarrow.parquet.read_table")
+        assert as_arrow(paths, tmp_path / "arrow") == made
+    pa.parquet.write_table(pa.table({"x": [2, 12]}), paths[0])
+    assert ArrowShards(as_arrow(paths, tmp_path / "arrow")).fetch(np.arange(4))["x"].tolist() == [2, 12, 1, 11]
 
 
 @pytest.mark.parametrize("spoil", [corrupt, truncate, lambda path: os.truncate(path, 0), Path.unlink])

@@ -487,12 +487,16 @@ def as_arrow(paths: Sequence[Path], folder: Path) -> list[Path]:
     """Cache the contents of Parquet files in Arrow files, and return the paths of the Arrow files.
 
     Parquet files are compressed, so they cannot be memory-mapped. The Arrow files are stored in a subfolder of `folder`
-    whose name is a digest of the Parquet files' paths.
+    whose name is a digest of the Parquet files' paths, sizes and modification times.
 
     Raises:
         ConfigError: If a Parquet file cannot be read.
     """
-    folder /= hashlib.blake2b(repr([str(path.resolve()) for path in paths]).encode(), digest_size=8).hexdigest()
+    try:
+        read = [(str(path.resolve()), path.stat().st_size, path.stat().st_mtime_ns) for path in paths]
+    except OSError as error:
+        raise ConfigError(f"{error.filename} cannot be read as a Parquet file: {error.strerror}") from None
+    folder /= hashlib.blake2b(repr(read).encode(), digest_size=8).hexdigest()
     # numbered, because files in different folders may have the same name
     names = [f"{number}-{path.stem}.arrow" for number, path in enumerate(paths)]
 
