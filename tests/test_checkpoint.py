@@ -846,6 +846,21 @@ def uneven(world: World, folder: Path) -> str:
     return error_of(lambda: Checkpointer(folder, {"part": part}, here))
 
 
+def alternating(world: World, folder: Path) -> str:
+    """Simulate two machines that receive the four ranks in turn, as with `srun --distribution=cyclic`."""
+    here = replace(world, local_rank=world.rank // 2, local_size=2)
+    part = Component(FunctionState(lambda: {"x": 1}, lambda state: None), "per_node")
+    return error_of(lambda: Checkpointer(folder, {"part": part}, here))
+
+
+def test_nodes_whose_ranks_are_not_consecutive_are_rejected_on_all_ranks(tmp_path: Path) -> None:
+    told = (
+        "ValueError: 'part' is per_node, so the ranks of a node must be consecutive, but rank 1 has local rank 0 of 2"
+    )
+    for each in launch(alternating, 4, tmp_path, device="cpu", threads=1, echo=False, timeout=300):
+        assert each.startswith(told)
+
+
 def test_nodes_with_different_numbers_of_ranks_are_rejected_on_all_ranks(tmp_path: Path) -> None:
     told = "ValueError: 'part' is per_node, so all nodes must have the same number of ranks, got 1 and 2"
     assert launch(uneven, 3, tmp_path, device="cpu", threads=1, echo=False, timeout=300) == [told] * 3

@@ -101,16 +101,25 @@ class Component:
 
 
 def require_even_nodes(world: World, components: Mapping[str, Component]) -> None:
-    """Raise an error on all ranks if a component is `"per_node"` and the nodes have different sizes. Collective.
+    """Raise an error on all ranks if a `"per_node"` component does not fit the nodes. Collective.
 
     Raises:
-        ValueError: If a component's `shared` is `"per_node"` and the number of ranks differs between nodes.
+        ValueError: If a component's `shared` is `"per_node"`, and the number of ranks differs between nodes or the
+            ranks of a node are not consecutive.
     """
     names = [name for name, component in components.items() if component.shared == "per_node"]
-    sizes = sorted(set(all_gather(world, world.local_size))) if names else []
+    if not names:
+        return
+    local_ranks, local_sizes = zip(*all_gather(world, (world.local_rank, world.local_size)), strict=True)
+    sizes = sorted(set(local_sizes))
     if len(sizes) > 1:
         raise ValueError(
             f"{names[0]!r} is per_node, so all nodes must have the same number of ranks, got {sizes[0]} and {sizes[-1]}"
+        )
+    if wrong := [rank for rank, local in enumerate(local_ranks) if local != rank % sizes[0]]:
+        raise ValueError(
+            f"{names[0]!r} is per_node, so the ranks of a node must be consecutive, but rank {wrong[0]} has local rank "
+            f"{local_ranks[wrong[0]]} of {sizes[0]}. Start the ranks with torchrun, or with srun --distribution=block"
         )
 
 
