@@ -28,6 +28,7 @@ from ddp_tutorial.accumulation.precision import Precision
 from ddp_tutorial.accumulation.strategies import DDPStrategy
 from ddp_tutorial.config import ConfigError, from_arguments
 from ddp_tutorial.ddp.sync_bn import synchronize_batch_norm
+from ddp_tutorial.pipeline import runner as runner_module
 from ddp_tutorial.pipeline.config import PipelineConfig
 from ddp_tutorial.pipeline.parallel import Pipeline, check_pipeline
 from ddp_tutorial.pipeline.runner import StageRunner
@@ -415,6 +416,21 @@ def output_squares(model: Any, batch: Any) -> tuple[Any, ...]:
     return model(batch).square().sum(), len(batch)
 
 
+class Length:
+    """An object that affects the shapes of activations, and whose text is the same for all values."""
+
+    def __init__(self, length: int) -> None:
+        self.length = length
+
+    def __repr__(self) -> str:
+        return "Length"
+
+
+def start_of_rows(model: Any, batch: Any) -> tuple[Any, ...]:
+    tokens, length = batch
+    return output_squares(model, tokens[:, : length.length if isinstance(length, Length) else len(length)])
+
+
 def unusual(world: World) -> dict[str, Any]:
     """Train one step of each model, and return what a checkpoint and an evaluation would contain."""
     found: dict[str, Any] = {}
@@ -436,6 +452,16 @@ def unusual(world: World) -> dict[str, Any]:
     pipeline = Pipeline(embedding, world, output_squares, PipelineConfig(micro_batches=2, cuts=("1",)))
     tokens = torch.tensor([[1, 2], [3, 4]])
     found["dtypes"] = [pipeline.backward([tokens.to(kind)] * 2).means() for kind in (torch.int64, torch.int32)]
+    pipeline = Pipeline(embedding, world, start_of_rows, PipelineConfig(micro_batches=2, cuts=("1",)))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(runner_module, "_MOST_KEYS", 2)
+        found["lengths"] = [
+            [pipeline.backward([(tokens, make(length))] * 2).means() for length in (1, 2, 1, 2, 1, 2)]
+            for make in (Length, lambda length: "ab"[:length])
+        ]
+        for number in range(9):
+            pipeline.backward([(tokens, f"{number}.")] * 2)
+        found["keys"] = len(pipeline.runner._seen)
     convolutions = nn.Sequential(nn.Conv2d(2, 3, 3), nn.Conv2d(3, 2, 3)).to(memory_format=torch.channels_last)  # type: ignore[call-overload]
     strategy = PipelineStrategy(convolutions, world, output_squares, PipelineConfig(micro_batches=2))
     initial = copy.deepcopy(convolutions.state_dict())
@@ -492,6 +518,14 @@ def test_initial_optimizer_state_of_other_stages_is_dropped() -> None:
 def test_ranks_learn_the_new_dtype_of_a_batch() -> None:
     for rank in unusual_ranks():
         assert rank["dtypes"][0] == rank["dtypes"][1]
+
+
+def test_ranks_learn_the_shape_that_an_object_or_text_in_a_batch_causes() -> None:
+    for rank in unusual_ranks():
+        objects, texts = rank["lengths"]
+        assert objects == texts == objects[:2] * 3
+        assert objects[0] != objects[1]
+        assert rank["keys"] <= 3
 
 
 def test_the_loss_draws_the_same_numbers_on_the_first_and_the_last_stage() -> None:

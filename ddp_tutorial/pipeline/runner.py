@@ -18,12 +18,14 @@ last stage's output. Other stages do not call the loss function. With a seed, th
 draw the same random numbers, for example to add noise to the inputs.
 """
 
+import hashlib
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -47,6 +49,7 @@ _DTYPES = [
     torch.uint8,
     torch.bool,
 ]
+_MOST_KEYS = 1000  # text, for example, is different in every micro-batch
 _HEADER = 10  # integers: the dtype, the number of dimensions, and their sizes
 
 Like = tuple[torch.Size, torch.dtype]
@@ -57,7 +60,7 @@ Parts = dict[str, tuple[Number, Number]]
 class _Step:
     """The state of a step in progress on one rank."""
 
-    keys: list[str]  # identify the shapes of each micro-batch
+    keys: list[str | None]  # identify the shapes of each micro-batch; None if they must be sent
     parts: list[Parts] = field(default_factory=list)  # one per micro-batch, on the last stage
     live: dict[tuple[int, int], tuple[torch.Tensor | None, torch.Tensor]] = field(default_factory=dict)  # (in, out)
     made: dict[Action, torch.Tensor] = field(default_factory=dict)  # outputs of this rank, until they are used
@@ -101,8 +104,8 @@ class StageRunner:
         self.ran: list[Timed] = []  # the actions of the last call, with times of the monotonic clock
         self.peak = 0  # the peak number of micro-batches with stored activations in the last call
         self._slots = [slots_of(table, with_shapes=new)[place] for new in (False, True)]
-        self._seen: set[str] = set()  # the keys of micro-batches whose shapes are known on all ranks
-        self._shapes: dict[tuple[int, str], Like] = {}  # of received activations, by stage and key
+        self._seen: set[str | None] = set()  # the keys of micro-batches whose shapes are known on all ranks
+        self._shapes: dict[tuple[int, str | None], Like] = {}  # of received activations, by stage and key
 
     def run(self, batches: Sequence[Any]) -> list[Parts]:
         """Add the gradient of the loss, summed over all micro-batches, to `.grad`. Collective over the pipeline.
@@ -127,7 +130,10 @@ class StageRunner:
                 self._execute(step, slot.action, batches[slot.action.micro_batch])
         for work, _ in step.sending:
             work.wait()
-        self._seen |= set(step.keys)
+        if len(self._seen) > _MOST_KEYS:  # the same on all ranks, because the micro-batches are
+            self._seen.clear()
+            self._shapes.clear()
+        self._seen |= set(step.keys) - {None}
         self.number += 1
         return step.parts
 
@@ -273,13 +279,20 @@ class StageRunner:
         return 3 * (m * self.count + stage) + part
 
 
-def _key(batch: Any) -> str:
-    """Return a key that consists of the batch's tensor shapes and dtypes, and its non-tensor values.
+def _key(batch: Any) -> str | None:
+    """Return a digest of the batch's shapes and dtypes, and of its other values, on which the activations may depend.
 
-    The shapes and dtypes of activations may depend on these values.
+    The result is None if a value is an object, because equal objects need not have the same text.
     """
-    leaves = tree_leaves(batch)
-    return repr([(tuple(leaf.shape), leaf.dtype) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves])
+    values = list[Any]()
+    for leaf in tree_leaves(batch):
+        if isinstance(leaf, torch.Tensor | np.ndarray):
+            values.append((tuple(leaf.shape), str(leaf.dtype)))
+        elif leaf is None or isinstance(leaf, str | bytes | int | float | complex | np.generic):
+            values.append(leaf)
+        else:
+            return None
+    return hashlib.blake2b(repr(values).encode(errors="surrogatepass"), digest_size=16).hexdigest()
 
 
 def _header(tensor: torch.Tensor) -> torch.Tensor:
