@@ -30,6 +30,7 @@ from ddp_tutorial.config import ConfigError, from_arguments
 from ddp_tutorial.ddp.sync_bn import synchronize_batch_norm
 from ddp_tutorial.pipeline import runner as runner_module
 from ddp_tutorial.pipeline.config import PipelineConfig
+from ddp_tutorial.pipeline.memory import rank_costs, stage_costs
 from ddp_tutorial.pipeline.parallel import Pipeline, check_pipeline
 from ddp_tutorial.pipeline.runner import StageRunner
 from ddp_tutorial.pipeline.schedules import gpipe, interleaved, one_f_one_b, peaks, table_of
@@ -345,6 +346,18 @@ def test_stages_are_balanced_optimally(costs: list[int], data: st.DataObject) ->
             yield from ([first, *rest] for rest in every(count - 1, first + 1))
 
     assert dearest(begins) == min(map(dearest, every(stages - 1, 1)))
+
+
+def test_the_predicted_communication_excludes_frozen_parameters() -> None:
+    model = nn.Sequential(nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False))
+    config = PipelineConfig(micro_batches=2, cuts=("1",)).on(2)
+    sent = []
+    for trained in (True, False):
+        model[1].requires_grad_(trained)
+        costs = stage_costs(model, output_squares, torch.ones(3, 4), config)
+        sent.append([(cost.parameters, cost.sent) for cost in rank_costs(costs, table_of(config), copies=2)])
+    messages = 2 * 3 * 4 * 4  # two micro-batches of three rows of four float32 numbers
+    assert sent == [[(16, messages + 4 * 16)] * 2, [(16, messages + 4 * 16), (16, messages)]]
 
 
 def test_the_chain_of_the_gpt_equals_its_forward_pass() -> None:

@@ -27,11 +27,13 @@ class StageCost:
         output: The size in bytes of the stage's output, or 0 for the last stage. The output's gradient has the same
             size.
         parameters: Dict from a parameter's `id` to the parameter's number of elements.
+        trained: Such a dict of the parameters that are not frozen.
     """
 
     activations: int
     output: int
     parameters: dict[int, int]
+    trained: dict[int, int]
 
 
 @dataclass(frozen=True)
@@ -83,9 +85,10 @@ def stage_costs(model: nn.Module, loss: Loss, batch: Any, config: PipelineConfig
     ends = [*through.ends, kept.nbytes]  # the last stage includes the bytes saved by the loss
     begins, outputs = [0, *ends[:-1]], [*through.outputs, 0]
     parameters = [{id(p): p.numel() for p in stage.parameters()} for stage in stages]
+    trained = [{id(p): p.numel() for p in stage.parameters() if p.requires_grad} for stage in stages]
     return [
-        StageCost(end - begin, output, own)
-        for begin, end, output, own in zip(begins, ends, outputs, parameters, strict=True)
+        StageCost(end - begin, output, own, own_trained)
+        for begin, end, output, own, own_trained in zip(begins, ends, outputs, parameters, trained, strict=True)
     ]
 
 
@@ -99,8 +102,10 @@ def rank_costs(costs: Sequence[StageCost], table: Table, copies: int = 1, accumu
     """
     ranks = len(table)
     of_ranks: list[dict[int, int]] = [{} for _ in table]
+    trained: list[dict[int, int]] = [{} for _ in table]
     for number, cost in enumerate(costs):
         of_ranks[number % ranks] |= cost.parameters
+        trained[number % ranks] |= cost.trained
     result = []
     for place, row in enumerate(table):
         now = most = sent = 0
@@ -110,9 +115,8 @@ def rank_costs(costs: Sequence[StageCost], table: Table, copies: int = 1, accumu
             to = action.stage + (1 if action.kind == FORWARD else -1)
             if 0 <= to < len(costs) and to % ranks != place:
                 sent += accumulation * costs[min(action.stage, to)].output
-        own = of_ranks[place]
-        sent += bytes_all_reduced(4 * sum(own.values()), copies)
-        for tensor, count in own.items():
-            sent += bytes_all_reduced(4 * count, sum(tensor in each for each in of_ranks))
-        result.append(RankCost(sum(own.values()), most, sent))
+        sent += bytes_all_reduced(4 * sum(trained[place].values()), copies)
+        for tensor, count in trained[place].items():
+            sent += bytes_all_reduced(4 * count, sum(tensor in each for each in trained))
+        result.append(RankCost(sum(of_ranks[place].values()), most, sent))
     return result
