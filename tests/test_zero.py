@@ -655,6 +655,62 @@ def apart(world: World, kind: str, widths: tuple[int, int], steps: int) -> str:
     return "no error"
 
 
+class BreakingRecomputed(Recomputed):
+    """A model whose backward pass raises an error on request, before the gradients of its shared layer arrive."""
+
+    breaks = False
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = super().forward(x)
+        return Boom.apply(x) if self.breaks else x
+
+
+def retried(world: World, kind: type[Any]) -> float:
+    """Return the largest error of this rank's pieces if the second of three backward passes of a step raises."""
+    torch.manual_seed(0)
+    model = BreakingRecomputed().double()
+    alone = deepcopy(model)
+    sharded = kind(model, world)
+    once(model, world.rank)
+    sharded.reduce()
+    broken_before(model, world.rank)  # its second backward pass succeeds
+    sharded.reduce()
+    sharded.finish()
+    for rank in range(world.size):
+        twice_the_same(alone, rank)
+    pieces = sharded.pieces if kind is ShardedGradients else {p: p for p in model.parameters()}
+    cuts = [piece_of(p.numel(), sharded.shards.rank, sharded.shards.size) for p in alone.parameters()]
+    return max(
+        float((pieces[p].grad - own.grad.flatten()[cut]).abs().max())
+        for p, own, cut in zip(pieces, alone.parameters(), cuts, strict=True)
+    )
+
+
+def twice_the_same(model: nn.Module, rank: int) -> None:
+    once(model, rank)
+    once(model, rank)
+
+
+def failed_and_repeated(world: World, kind: str) -> bool:
+    """Return whether a step has the same gradient if its first attempt failed after one micro-batch."""
+    found = []
+    for fails in (False, True):
+        torch.manual_seed(0)
+        model = Answers()
+        config = TrainConfig.model_validate({"strategy": kind, "accumulation": 2})
+        strategy = make_strategy(config, model, world, lambda m, x: (m(x).square().sum(), len(x)))
+        optimizer = strategy.setup_optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+        if fails:
+            with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
+                strategy.backward([inputs_of(world.rank).float(), torch.ones(2, 3)])
+            optimizer.zero_grad()
+        strategy.backward([inputs_of(world.rank, micro).float() for micro in range(2)])
+        optimizer.step()
+        with strategy.full_parameters() as whole:
+            found.append(torch.cat([p.detach().flatten() for p in whole.parameters()]))
+    return torch.equal(*found)
+
+
 def adagrad(world: World, kind: str) -> dict[str, torch.Tensor]:
     config = TrainConfig.model_validate({"strategy": kind, "ddp": {"variant": "bucket"} if kind == "zero1" else {}})
     torch.manual_seed(0)
@@ -687,6 +743,8 @@ def rims(world: World) -> dict[str, Any]:
             for name, loop in LOOPS.items()
             for kind in (ShardedGradients, ShardedModel)
         },
+        "retried": {kind.__name__: retried(world, kind) for kind in (ShardedGradients, ShardedModel)},
+        "repeated": {kind: failed_and_repeated(world, kind) for kind in ("zero2", "zero3", "fsdp")},
         "adagrad": {kind: adagrad(world, kind) for kind in ("zero1", "zero2", "zero3", "fsdp")},
         "frozen": {kind: saved_of_frozen(world, kind) for kind in ("zero2", "zero3", "fsdp")},
         "first step": apart(world, "fsdp", (5, 7), 1),
@@ -705,6 +763,16 @@ def test_late_repeated_and_partial_gradients_are_summed() -> None:
         assert len(rank["errors"]) == 2 * len(LOOPS)
         for case, error in rank["errors"].items():
             assert error < 1e-12, case
+
+
+def test_a_failed_backward_pass_keeps_the_late_gradients_of_earlier_ones() -> None:
+    for rank in at_the_rim():
+        assert all(error < 1e-12 for error in rank["retried"].values()), rank["retried"]
+
+
+def test_a_repeated_step_does_not_include_gradients_of_the_failed_attempt() -> None:
+    for rank in at_the_rim():
+        assert all(rank["repeated"].values()), rank["repeated"]
 
 
 def broken_hybrid(world: World) -> dict[str, float]:

@@ -92,6 +92,9 @@ class FSDPStrategy(ShardedStrategy):
     def reduce(self) -> None:
         """Do nothing, because PyTorch's backward pass returns only after all gradients have been reduced."""
 
+    def forget_gradients(self) -> None:
+        """Do nothing, because all gradients are in `.grad`, which `TrainStep` clears after a failure."""
+
     def assign_gradients(self) -> None:
         """Do nothing, because PyTorch's backward pass has already assigned the gradients."""
 

@@ -29,16 +29,22 @@ class Reduction:
         self.names, self.dtype, self.shards = list(named), dtype, shards
         self.layout = Layout([parameter.shape for parameter in named.values()], shards.size)
         self.used: set[int] = set()  # indices of the parameters that got a gradient on this rank since the last `take`
-        self._kept: torch.Tensor | None = None  # this rank's row, summed over ranks and backward passes
-        self._late: dict[int, torch.Tensor] = {}
         self._begin()
+        self.forget()
 
     def _begin(self) -> None:
         self._packed: set[int] = set()
         self._rows: torch.Tensor | None = None
         self._row: torch.Tensor | None = None
+        self._late: dict[int, torch.Tensor] = {}
         self._work: dist.Work | None = None
         self._crossing: dist.Work | None = None
+
+    def forget(self) -> None:
+        """Discard the gradients of all backward passes before the last `wait`."""
+        self.used.clear()
+        self._kept: torch.Tensor | None = None  # this rank's row, summed over ranks and backward passes
+        self._kept_late: dict[int, torch.Tensor] = {}
 
     @property
     def is_complete(self) -> bool:
@@ -47,22 +53,20 @@ class Reduction:
 
     @property
     def has_late(self) -> bool:
-        """Whether a parameter received a second gradient before `wait`, possibly after the rows were sent."""
-        return bool(self._late)
+        """Whether a parameter received a second gradient before a `wait`, possibly after the rows were sent."""
+        return bool(self._kept_late)
 
     def put(self, index: int, gradient: torch.Tensor) -> None:
         """Pack the gradient of parameter `index`. A second gradient is stored until the next call to `put_late`."""
         if index not in self._packed:
             self.layout.pack(self._zeros(), index, gradient)
             self._packed.add(index)
-        elif index in self._late:
-            self._late[index] += gradient
         else:
-            self._late[index] = gradient
+            _add(self._late, index, gradient)
 
     def put_late(self) -> None:
         """Pack the second gradients for the next reduction."""
-        late, self._late = self._late, {}
+        late, self._kept_late = self._kept_late, {}
         for index, gradient in late.items():
             self.put(index, gradient)
 
@@ -124,13 +128,14 @@ class Reduction:
         assert self._row is not None, "start() sets self._row"
         self._kept = self._row if self._kept is None else self._kept.add_(self._row)
         self.used |= self._packed
+        for index, gradient in self._late.items():
+            _add(self._kept_late, index, gradient)
         self._begin()
 
     def discard(self) -> None:
         """Discard the gradients that have been packed since the last `wait`."""
         if self._row is not None:
             self._complete()  # a collective that has started on one rank must complete on all ranks
-        self._late.clear()
         self._begin()
 
     def take(self) -> list[torch.Tensor]:
@@ -139,6 +144,10 @@ class Reduction:
         row, self._kept = self._kept, None
         self.used.clear()
         return self.layout.pieces(row, self.shards.rank)
+
+
+def _add(gradients: dict[int, torch.Tensor], index: int, gradient: torch.Tensor) -> None:
+    gradients[index] = gradients[index].add_(gradient) if index in gradients else gradient
 
 
 class Reductions:
@@ -215,6 +224,11 @@ class Reductions:
         for reduction in self.ordered:
             reduction.discard()
         self._started, self._is_open = 0, False
+
+    def forget(self) -> None:
+        """Discard the gradients that have been reduced since the last `take`, which belong to a failed step."""
+        for reduction in self.ordered:
+            reduction.forget()
 
     def take(self) -> dict[str, torch.Tensor]:
         """Return this rank's shards of the summed gradients, by parameter name. Collective.

@@ -107,6 +107,10 @@ class ShardedStrategy(ABC):
         """Wait until this micro-batch's gradients are reduced. Collective. Call this method after the backward pass."""
         self.sharded.reduce()
 
+    def forget_gradients(self) -> None:
+        """Discard the gradients of an earlier step that failed after some of its micro-batches."""
+        self.sharded.reductions.forget()
+
     def assign_gradients(self) -> None:
         """Assign the reduced gradients to the parameters that the optimizer updates. Collective.
 
@@ -127,6 +131,7 @@ class ShardedStrategy(ABC):
         if not batches:
             raise ValueError("a step must have at least 1 micro-batch, got 0")
         self.loss.begin(len(batches))
+        self.forget_gradients()
         for number, batch in enumerate(batches):
             with phase("forward"):
                 part = self.loss.forward(self.module, batch, self.loss_multiplier)
