@@ -8,7 +8,10 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
+from typing import Any
+from unittest import mock
 
 import nbformat
 import psutil
@@ -215,6 +218,28 @@ def test_a_page_that_cannot_be_written_leaves_the_old_one(notebook: Path) -> Non
     with observe_disk(fail), pytest.raises(OSError, match="the disk is full"):
         write_page(notebook, page)
     assert page.read_text() == "the old page"
+
+
+def test_a_sweep_killed_while_it_writes_its_table_leaves_no_old_page(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, write = tmp_path / "sweep", sweeps.write_table
+    folder.mkdir()
+    monkeypatch.setattr(sweeps, "run_notebook", lambda *_: (folder / "compare.html").write_text("page"))
+
+    def killed(into: Path, rows: Any) -> None:
+        write(into, rows)
+        if into == folder:
+            raise KeyboardInterrupt
+
+    said: list[object] = []
+    for value, writes in [(1, write), (1, write), (2, killed), (2, write)]:
+        monkeypatch.setattr(sweeps, "write_table", writes)
+        row = tables.row_of({}, 1, "finished", 1.0, {"loss": value}, "key")
+        outcome = mock.Mock(plan=mock.Mock(folder=folder, points=[1]), failures=[], rows=[row])
+        with suppress(KeyboardInterrupt):
+            sweeps._write_outcome(outcome, said.append)
+    assert said == ["comparing 1 points"] * 2
 
 
 def test_code_is_the_packages_source_and_configs_and_the_code_cells(notebook: Path) -> None:

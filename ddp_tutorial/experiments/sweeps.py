@@ -27,6 +27,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import cycle, product
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import nbformat
@@ -506,10 +507,12 @@ def _write_outcome(outcome: Outcome, report: Callable[[str], object]) -> None:
     """Write the table, and run the comparison notebook unless it has already been run on the same table."""
     folder, finished = outcome.plan.folder, len(outcome.plan.points) - len(outcome.failures)
     table, page = folder / "results.csv", folder / "compare.html"
-    old = table.read_bytes() if table.is_file() else b""
+    with TemporaryDirectory() as new:
+        write_table(Path(new), outcome.rows)
+        if not table.is_file() or (Path(new) / table.name).read_bytes() != table.read_bytes():
+            page.unlink(missing_ok=True)  # before the table changes, or a crash would leave a page of the old table
     write_table(folder, outcome.rows)
-    if finished and not (page.is_file() and table.read_bytes() == old):
-        page.unlink(missing_ok=True)
+    if finished and not page.is_file():
         report(f"comparing {finished} points")
         run_notebook(COMPARE, folder, {"name": f"sweeps/{folder.name}", "table": str(folder / "results.parquet")})
 
