@@ -113,6 +113,26 @@ def test_equal_nan_is_no_alarm_and_a_missing_result_is_one() -> None:
     assert alarms(found, takes_any_file_for_a_finished_run) == {"cuts": missing}
 
 
+def returns_numbers_and_tensors(world: World, folder: Path) -> dict[str, Any]:
+    return {"loss": torch.tensor(1.0) if world.rank else 1.0, "count": 2.0 if world.rank else torch.tensor([2])[0]}
+
+
+def returns_different_numbers_and_tensors(world: World, folder: Path) -> dict[str, Any]:
+    return {"loss": 1.0 if world.rank else torch.tensor(3.0)}
+
+
+def returns_a_number_or_a_vector(world: World, folder: Path) -> dict[str, Any]:
+    return {"losses": torch.ones(2) if world.rank else 1.0}
+
+
+def test_a_number_is_compared_with_a_tensor() -> None:
+    programs = [returns_numbers_and_tensors, returns_different_numbers_and_tensors, returns_a_number_or_a_vector]
+    found = examine({program.__name__: program for program in programs})
+    assert not alarms(found, programs[0])
+    assert alarms(found, programs[1])["agreement"] == "loss: differences of up to 2 between rank 0 and rank 1"
+    assert alarms(found, programs[2])["agreement"] == "losses: 1 values for rank 0, 2 for rank 1"
+
+
 @pytest.mark.parametrize("is_open", [False, True], ids=["path", "open file"])
 def test_a_kill_during_a_write_leaves_half_of_the_file(is_open: bool, tmp_path: Path) -> None:
     torch.save(torch.ones(1000), tmp_path / "whole.pt")

@@ -218,22 +218,28 @@ def _difference(first: Mapping[str, Any], second: Mapping[str, Any], of_first: s
 
 def _equal(first: Any, second: Any, tolerance: float = _TOLERANCE) -> bool:
     """Return whether two results are equal. NaN equals NaN, because two runs may diverge in the same way."""
-    if isinstance(first, torch.Tensor):
+    if not all(isinstance(each, torch.Tensor | int | float) for each in (first, second)):
+        return bool(first == second)
+    if isinstance(first, torch.Tensor) or isinstance(second, torch.Tensor):  # a number equals a tensor without axes
+        first, second = torch.as_tensor(first), torch.as_tensor(second)
+        dtype = torch.promote_types(first.dtype, second.dtype)
         return first.shape == second.shape and torch.allclose(
-            first, second, rtol=tolerance, atol=tolerance, equal_nan=True
+            first.to(dtype), second.to(dtype), rtol=tolerance, atol=tolerance, equal_nan=True
         )
-    if isinstance(first, float):
+    if isinstance(first, float) or isinstance(second, float):
         both_nan = math.isnan(first) and math.isnan(second)
         return both_nan or math.isclose(first, second, rel_tol=tolerance, abs_tol=tolerance)
     return bool(first == second)
 
 
 def _describe_difference(first: Any, second: Any, of_first: str, of_second: str) -> str:
-    if isinstance(first, torch.Tensor):
+    numbers = all(isinstance(each, torch.Tensor | int | float) for each in (first, second))
+    if numbers and (isinstance(first, torch.Tensor) or isinstance(second, torch.Tensor)):
+        first, second = torch.as_tensor(first), torch.as_tensor(second)
         if first.shape != second.shape:
-            return f"{len(first)} values for {of_first}, {len(second)} for {of_second}"
+            return f"{first.numel()} values for {of_first}, {second.numel()} for {of_second}"
         return f"differences of up to {(first - second).abs().max():.2g} between {of_first} and {of_second}"
-    if isinstance(first, float):
+    if numbers and isinstance(first, float):
         return f"{first:.4g} for {of_first}, {second:.4g} for {of_second}"
     return f"{of_first} and {of_second} return different values"
 
