@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import psutil
 import pytest
 import torch
 from torch import nn
@@ -428,6 +429,22 @@ def test_a_killed_run_leaves_complete_lines_and_no_result() -> None:
     # seven steps were done; flushed after 2, 4 and 6
     assert [line["step"] for line in lines] == [1, 2, 3, 4, 5, 6]
     assert all(math.isfinite(line["loss"]) for line in lines)
+
+
+def test_workers_exit_if_training_in_this_process_raises(monkeypatch: pytest.MonkeyPatch) -> None:
+    trainer = make_trainer(changed(QUICK, nprocs=1, source={"workers": 1}), World())
+
+    def fail() -> None:
+        assert workers() == 1
+        raise ValueError("boom")
+
+    def workers() -> int:
+        return sum(each.name() == "pt_data_worker" for each in psutil.Process().children(recursive=True))
+
+    monkeypatch.setattr(trainer, "evaluate", fail)
+    with pytest.raises(ValueError, match="boom"):
+        trainer.train()
+    assert workers() == 0
 
 
 def test_divergence_is_reported_with_step_weight_and_rank() -> None:

@@ -210,6 +210,8 @@ class Trainer:
             )
         with ExitStack() as afterwards, self.record.exclusive():
             afterwards.callback(torch.set_num_threads, self.threads)
+            if self.world.size == 1:  # a notebook keeps the exception, and with it the source and its workers
+                afterwards.callback(self.train_step.close)
             if self.config.resume == "auto":
                 self.start = self.find_resume_point()  # this may raise, so no file changes earlier
             with self.record, self.stopping.handle_signals(), self.profiler:
