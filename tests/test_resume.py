@@ -24,7 +24,7 @@ from ddp_tutorial.checkpoint.manifest import checkpoint_name, list_checkpoints, 
 from ddp_tutorial.collectives import all_reduce_sum, digest
 from ddp_tutorial.commands.training import _summary_line
 from ddp_tutorial.config import ConfigError
-from ddp_tutorial.files import locked, observe_disk
+from ddp_tutorial.files import locked, observe_disk, replaced_path
 from ddp_tutorial.phases import PhaseEvent, observe
 from ddp_tutorial.processes.launcher import RankError, launch
 from ddp_tutorial.processes.signals import EXIT_CODE, StoppedError, exit_code, stopped_by_signals
@@ -258,6 +258,15 @@ def test_a_damaged_checkpoint_is_named_and_the_previous_one_is_used(capsys: pyte
     assert said.count("skipped checkpoint: ") == 2
     assert f"{checkpoint_name(STEPS)}/optimizer.pt must have " in said
     assert f"resuming after step {STEPS - 2}" in said
+
+
+def test_a_run_resumes_from_a_checkpoint_whose_replacement_was_interrupted() -> None:
+    config = config_of(name="replaced", resume="auto")
+    weights = train(World(), config).weights
+    last = RunFolder(Path("runs/replaced")).checkpoints / checkpoint_name(STEPS)
+    last.rename(replaced_path(last))  # as after a kill between the two renames
+    assert train(World(), config).weights == weights
+    assert list_checkpoints(last.parent)[-1] == last
 
 
 def test_two_runs_in_one_folder_are_rejected() -> None:

@@ -15,7 +15,7 @@ import os
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar, cast
 
 import torch
@@ -24,6 +24,7 @@ from torch import nn
 from ddp_tutorial.accumulation.loss import LOSS, Loss
 from ddp_tutorial.checkpoint.checkpointer import Checkpointer
 from ddp_tutorial.checkpoint.components import Component, FunctionState, RandomState, Shared, require_unsharded
+from ddp_tutorial.checkpoint.manifest import checkpoint_name
 from ddp_tutorial.checkpoint.resuming import ResumePoint, find_resume_point
 from ddp_tutorial.collectives import any_rank, assert_same, decide_on_rank_zero, digest, from_rank_zero
 from ddp_tutorial.config import ConfigError
@@ -293,6 +294,9 @@ class Trainer:
             LOG.info("skipped checkpoint: %s", problem)
         if is_found:
             self.checkpoints.recover()
+            if self.start.checkpoint is not None:  # `recover` may have renamed it
+                renamed = self.start.checkpoint.with_name(checkpoint_name(self.start.step))
+                self.start = replace(self.start, checkpoint=renamed)
         if self.start.checkpoint is not None:
             self.train_step.warm_up()
             self.checkpoints.load(self.start.checkpoint, self.config.resume_without)
