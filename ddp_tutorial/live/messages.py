@@ -53,9 +53,8 @@ class Snapshot:
 
     Attributes:
         progress: Dict from process group to the sequence numbers of its last entered and last completed collective.
-        names: Dict from process group ID to the group's name, which is the same on all ranks. Empty unless the pool asked
-            for names.
-        members: Dict from group name to the group's ranks. Empty unless the pool asked for names.
+        names: Dict from process group ID to the group's name, which is the same on all ranks. Empty if not requested.
+        members: Dict from group name to the group's ranks. Empty if not requested.
     """
 
     progress: dict[str, tuple[int, int]] = field(default_factory=dict)
