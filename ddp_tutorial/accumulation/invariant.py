@@ -1,9 +1,9 @@
 """Train with bitwise identical results on 1, 2, 4, ... ranks.
 
-Floating-point sums depend on the order of the operands, which in this module does not depend on the number of ranks. A
-step contains V micro-batches, where V is a power of two. The micro-batches are numbered as in
+The result of a floating-point sum depends on the order of the operands. In this module, the order does not depend on
+the number of ranks. A step contains V micro-batches, where V is a power of two. The micro-batches are numbered as in
 `sharding.permutation.shard_micro_batches`. The micro-batch gradients are summed in a binary tree. In a round that
-starts with n gradients, gradients v and v + n / 2 are added.
+starts with n gradients, gradient v + n / 2 is added to gradient v, for all v < n / 2.
 
     V = 4      0   1   2   3
                 \\   \\ /   /            0 + 2 and 1 + 3: each within one rank, if there are two ranks
@@ -54,7 +54,7 @@ class InvariantStrategy(ReplicatedStrategy):
     ) -> None:
         """Broadcast rank 0's weights, and limit this process to one thread.
 
-        `micro_batches` is the number of micro-batches per step on all ranks together, and must be a power of two.
+        `micro_batches` is the number of micro-batches per step, summed over all ranks, and must be a power of two.
         `seed` is the seed for dropout.
 
         Raises:
@@ -76,7 +76,7 @@ class InvariantStrategy(ReplicatedStrategy):
         self.step = 0
 
     def backward(self, batches: Sequence[Any], stop_flags: float = 0.0) -> Totals:
-        """Set `.grad`, and return the totals over all ranks. `batches` are this rank's micro-batches, in order."""
+        """Set `.grad`, and return the totals over all ranks. `batches` contains this rank's micro-batches, in order."""
         if len(batches) != self.micro_batches_per_rank:
             raise ValueError(
                 f"a step must have {self.micro_batches_per_rank} micro-batches on each rank, got {len(batches)}"
@@ -156,7 +156,7 @@ def bit_reversed(count: int) -> list[int]:
 
 
 def add_across_ranks(world: World, vector: torch.Tensor) -> torch.Tensor:
-    """Sum `vector` over all ranks in the fixed tree, in place, and return it. Collective.
+    """Sum `vector` over all ranks in place, in the order of the tree, and return `vector`. Collective.
 
     The number of ranks must be a power of two.
     """

@@ -1,8 +1,8 @@
 """Define the interface of a loss function, and sum losses over a step's micro-batches and over all ranks.
 
 A loss function returns a sum and a count, because the means of different micro-batches and ranks cannot be added. The
-count is the number of samples or non-padding tokens. An optional dict maps each metric's name to a sum and a count. To
-combine several losses, return their weighted sum, and report each loss as a metric.
+count is the number of samples or non-padding tokens. A loss function may also return a dict that maps each metric's
+name to a sum and a count. To combine several losses, return their weighted sum, and report each loss as a metric.
 
 Example:
     def loss(model, batch):
@@ -120,9 +120,9 @@ class StepLoss:
 
     The mean loss is the sum over all ranks divided by the count over all ranks. However, the other ranks' counts are
     not available before the backward pass. Therefore, `forward` divides the loss by an *expected* count, and `finish`
-    multiplies the gradient by the ratio expected / actual. The expected count is the previous step's count, rounded to
-    a power of two. Division by a power of two is exact, so the gradient does not depend on the expected count. With
-    float16, the division keeps values in about the same range as with a mean loss.
+    multiplies the gradient by the ratio of the expected count to the actual count. The expected count is the previous
+    step's count, rounded to a power of two. Division by a power of two is exact, so the gradient does not depend on the
+    expected count. With float16, the division keeps values in about the same range as a mean loss would.
     """
 
     def __init__(self, loss: Loss, world: World, precision: Precision | None = None) -> None:
@@ -186,7 +186,7 @@ class StepLoss:
         """Start the all-reduce of the totals. Collective.
 
         Call this method after the last forward pass of a step. The all-reduce overlaps with the backward pass. The
-        all-reduce also sums `stop_flags`, and checks whether `path`, an int below 2^16, is equal on all ranks.
+        all-reduce also sums `stop_flags`, and checks whether `path`, an int below 2^16, is the same on all ranks.
         """
         numbers = [*(value for pair in self._parts.values() for value in pair), stop_flags, path, path**2]
         values = to_vector(numbers, self.world.device)
@@ -221,7 +221,7 @@ class StepLoss:
         return Totals(sums, counts, stop_flags, same_path=self.world.size * squares == path**2)  # zero variance
 
     def _correct(self, parameters: Iterable[nn.Parameter], count: float) -> None:
-        """Multiply the gradients by expected / `count`, unless `count` is zero."""
+        """Multiply the gradients by the ratio of the expected count to `count`, unless `count` is zero."""
         if count not in {0, self.expected}:
             gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
             multiply_(gradients, self.expected / count)

@@ -37,9 +37,9 @@ def has_rows(batch: Any) -> bool:
 
 
 def is_mean_loss(loss: Loss, model: nn.Module, batch: Any, precision: Precision) -> bool:
-    """Return whether duplicated samples double the count that `loss` returns, but not the sum.
+    """Return whether duplicating the samples doubles the count that `loss` returns, but not the sum.
 
-    `batch` is a pytree of tensors with at least one row. Return False if the loss function raises an exception.
+    `batch` is a pytree of tensors, each with at least one row. Return False if the loss function raises an exception.
     """
     few = tree_map(lambda leaf: leaf[:2], batch)
     twice = tree_map(lambda leaf: torch.cat([leaf, leaf]), few)

@@ -21,7 +21,7 @@ def accumulate(model: DataParallel, loss: StepLoss, batches: Sequence[Any], stop
     multiplied by `precision.loss_scale`. Ranks synchronize once, in the last micro-batch.
 
     Raises:
-        ValueError: If there are no micro-batches, or, on all ranks, if the total count of the loss is zero.
+        ValueError: If there are no micro-batches, or (on all ranks) if the total count of the loss is zero.
         LossError: If the loss function does not call `model`.
     """
     if not batches:

@@ -73,9 +73,9 @@ class Update(NamedTuple):
 
 
 def total_norm_over(tensors: Sequence[torch.Tensor], group: Any, ranks: int, device: torch.device) -> torch.Tensor:
-    """Return the combined norm of the `tensors` on all `ranks` ranks of `group`, as a tensor on `device`.
+    """Return the combined norm of all ranks' `tensors`, as a tensor on `device`. Collective in `group`.
 
-    Collective in `group`. None selects the default group. An element that several ranks store is counted once per rank.
+    `ranks` is the size of `group`. None selects the default group. An element counts once for each rank that stores it.
     """
     squares = get_total_norm(tensors).to(device, torch.float64).square()
     if ranks > 1:

@@ -19,8 +19,8 @@ class Strategy(Protocol):
     """The interface of strategies that compute the gradient on several ranks.
 
     After `backward`, `.grad` contains the gradient of the mean loss over the micro-batches of all ranks, multiplied by
-    the loss scale. If gradients are sharded, each rank stores only its shard. All methods are collective, except
-    `micro_batches_per_rank`, `state_dict` and `load_state_dict`.
+    the loss scale. If gradients are sharded, each rank stores only its shard. All methods except `state_dict` and
+    `load_state_dict` are collective.
     """
 
     link: Link | None  # sends the gradients; None if PyTorch sends them directly
@@ -59,7 +59,7 @@ class Strategy(Protocol):
         ...
 
     def checkpoint_components(self, optimizer: torch.optim.Optimizer) -> dict[str, Part]:
-        """Return the checkpoint components of the model and of `optimizer`, which `setup_optimizer` returned."""
+        """Return the checkpoint components of the model and of the `optimizer` that `setup_optimizer` returned."""
         ...
 
     def state_dict(self) -> Mapping[str, float]:

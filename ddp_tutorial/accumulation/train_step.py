@@ -35,7 +35,7 @@ class StepResult:
         count: The number of elements in the loss (samples or tokens), summed over all ranks.
         grad_norm: The norm of the gradient (in local SGD, of this rank's gradient) before clipping.
         learning_rate: The learning rate of the step.
-        applied: Whether the weights have changed, which is false if a float16 gradient overflows.
+        applied: Whether the step changed the weights; false if a float16 gradient overflowed.
         stop_flags: The sum of all ranks' stop flags.
     """
 
