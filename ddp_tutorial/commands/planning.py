@@ -134,7 +134,7 @@ def _value(field: str, text: str, is_switch: bool) -> int | bool:
 
 
 def _network(name: str, node_gbit: float | None) -> Network:
-    """Return the network `name`. If set, `node_gbit` replaces the bandwidth between nodes, in Gbit/s per node."""
+    """Return the network `name`. If set, `node_gbit` (in Gbit/s per node) replaces the bandwidth between nodes."""
     network = NETWORKS[name]
     if node_gbit is None:
         return network

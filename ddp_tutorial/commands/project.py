@@ -78,11 +78,11 @@ def bench(name: str, as_json: bool, repeats: int, kills: int | None) -> None:
     NAME is launch, overhead, compile, ddp, buckets, sources, accumulation, checkpoint, scaling, debug, sharded,
     pipeline, cluster, ranks, peers, chaos, restarts or hangs.
 
-    `chaos` kills ranks of small runs, and makes their disks fail or fill up, at every injection point during saving and
-    resuming. `chaos` also starts runs on nodes without a shared folder. The benchmark checks that no checkpoint is
-    lost, no process keeps running, and each resumed run is bitwise identical to an uninterrupted run. `restarts` kills
-    ranks under torchrun, which restarts them. `hangs` makes ranks hang in eight ways, and checks that the report names
-    the ranks and lines and that no process keeps running.
+    `chaos` kills ranks of small runs, or makes disk operations fail, at every injection point during saving and
+    resuming. `chaos` also fills up disks, and starts runs on nodes without a shared folder. The benchmark checks that
+    no checkpoint is lost, no process keeps running, and each resumed run is bitwise identical to an uninterrupted run.
+    `restarts` kills ranks under torchrun, which restarts them. `hangs` makes ranks hang in eight ways, and checks that
+    each report names the line at which each rank waits, and that no process keeps running.
     """
     from ddp_tutorial.benches import as_text, run_bench
 

@@ -184,7 +184,7 @@ def _placement(settings: "FaultyConfig", devices: str | None, *, is_chosen: bool
 def _train_on_a_rank(world: "World", settings: "FaultyConfig", debug: DebugOptions) -> "TrainResult":
     """Train on this rank, with the configured watchdog, checks and faults. Collective.
 
-    A failed check raises an error on all ranks in the same step. Like any other failure, the error is recorded in
+    If a check fails, all ranks raise an error in the same step. Like any other failure, the error is recorded in
     `failed.json` and in the logs. The last steps are checked before the run writes its result. Warnings are recorded in
     the log and in `result.json`.
     """
