@@ -13,7 +13,7 @@ single all-gather exchanges the statistics in each of the first three steps, and
 
 After the first three steps, no rank waits for the all-gather, because the ranks evaluate its result in the next step.
 By default, the ranks exchange the statistics of step 14 in step 20, and report a problem in step 21 as "step 14: ...
-(seen in step 21)". With `every=1`, the ranks report a problem in the same step, but the checks take more time. The
+(seen in step 21)". With `every=1`, a problem is reported in the step in which it occurs, but checks take longer. The
 ranks evaluate the remaining statistics at the end of the `checking` block, and before a `Trainer` writes its result.
 
 No rank updates its weights with a non-finite gradient. If the gradient is non-finite on all ranks, as is the case after
@@ -29,9 +29,9 @@ see `NonFinite` and `ReplicaDrift`.
 
 Outside the `checking` block, no hooks are attached, so there is no overhead. In five runs with a model of 0.8 million
 parameters, the default detectors increased the step time (45 to 52 ms) by 1.2 to 2.1 % (median 1.6 %). The CPU time
-increased by 1.3 to 2.5 %. A step of 5 to 7 ms took 9 % more time. All runs used two ranks on two cores. In a control
-without checks, step times differed by up to 0.8 %, and individual repeats by 2 to 3 %. `python -m ddp_tutorial bench
-debug` measures the cost of each detector and of all detectors together.
+increased by 1.3 to 2.5 %. The time of a shorter step (5 to 7 ms) increased by 9 %. All runs used two ranks on two
+cores. Between two sets of steps without checks, the step time differed by up to 0.8 % (2 to 3 % in individual repeats).
+`python -m ddp_tutorial bench debug` measures the cost of each detector and of all detectors together.
 """
 
 import logging
@@ -349,7 +349,7 @@ class Checks:
                     parameter.grad = None
 
     def _explain_lost_connection(self, error: RuntimeError) -> None:
-        """Raise `CheckError` if a connection was lost because a rank left the `checking` block after fewer steps."""
+        """Raise `CheckError` if a connection was lost because a rank left the `checking` block early."""
         if not lost_connection(error):
             return
         gone: dict[int, int] = {}  # rank -> its last step before it left the block

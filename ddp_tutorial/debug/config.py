@@ -36,7 +36,7 @@ class Fault(Config):
     - `hang`: Sleep forever.
     - `delay`: Sleep for `seconds`.
     - `corrupt`: Change one element of this rank's first gradient. Use a phase that follows gradient averaging.
-    - `nan`: Make this rank's gradient NaN before the gradients are reduced.
+    - `nan`: Make the gradient of this rank's first parameter NaN before the gradients are reduced.
     - `skip`: Skip this rank's next call to `torch.distributed.all_reduce`.
     - `leak`: In this and every later step, allocate `megabytes` MiB of memory without freeing it.
     - `oom`: Run out of memory at the start of the phase. If the phase is "forward", run out of memory at the end of the
@@ -74,7 +74,7 @@ def parse(text: str) -> Fault:
 
 
 class FaultyConfig(TaskConfig):
-    """The config of a run with `faults`, each of which is a string for `parse` or a mapping of the fault's settings.
+    """The config of a run with `faults`. Each fault is a string for `parse` or a mapping of the fault's settings.
 
     Faults are not part of the run's identity, so config.json and the checkpoints do not contain faults. A run can be
     resumed with different faults or without faults. After a restart, the faults occur again, with steps counted from

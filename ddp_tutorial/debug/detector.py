@@ -51,7 +51,7 @@ class Finding:
 
 
 class CheckError(FailedError):
-    """Raised on all ranks in the same step for a finding that is an error, or for any finding in strict mode."""
+    """Raised on all ranks in the same step if a finding is an error or, in strict mode, for any finding."""
 
     def __init__(self, finding: Finding) -> None:
         """Store the finding, and use its text as the error message."""
@@ -92,7 +92,7 @@ class Program:
         self._sizes: Sequence[float | torch.Tensor] = ()
 
     def gradient(self) -> float:
-        """Return one number that represents all gradients of the update. The number is cached for each step.
+        """Return one number that represents all gradients of the update. The number is cached until the next step.
 
         The number is computed from the averaged gradients. The number is the same on ranks with the same gradients, and
         almost always different otherwise. The number is non-finite if a gradient is non-finite, or if the sum of a
@@ -232,8 +232,8 @@ class Detector:
         """Evaluate the reports of all ranks for one step, and return the findings.
 
         After the exchange, all ranks call this method once per step, with the same arguments. During the call,
-        `self.program.step` is `step` or later, and the update in `self.program.step` is still pending. The method may
-        call collectives, such as `self.program.gather`, if the decision depends only on the arguments.
+        `self.program.step` is at least `step`, and the update of step `self.program.step` is still pending. The method
+        may call collectives, such as `self.program.gather`, if the decision to call them depends only on the arguments.
 
         Args:
             step: The step that the reports describe.

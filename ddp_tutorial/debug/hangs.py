@@ -10,7 +10,7 @@
 A thread on each rank polls PyTorch's flight recorder. If a rank waits in one collective for `seconds`, or if PyTorch
 raises an error, the rank requests an inspection through the shared store. Every rank then publishes its collectives,
 the lines that called them, and its current line. All ranks reach the same diagnosis. This procedure uses no
-collectives, so it works while a rank's main thread is blocked in a collective.
+collectives, so it works even while a rank's main thread is blocked in a collective.
 """
 
 import itertools
@@ -133,8 +133,8 @@ def watching(world: World, seconds: float = 30.0) -> Iterator["Watch"]:
 
     If the collectives do not match, one rank exits with `CollectiveError`, and `launch` raises a `RankError`. Without
     `launch`, the error is printed to stderr and the exit code is 1. If the ranks wait for a rank that is still
-    computing, a warning is logged. A rank that waits for a different resource, such as a disk, also counts as hanging,
-    so `seconds` must exceed the longest expected wait.
+    computing, a warning is logged. A rank that waits for a resource such as a disk also counts as hanging, so `seconds`
+    must exceed the longest expected wait.
 
     Args:
         world: The participating ranks.
@@ -284,7 +284,7 @@ def _own_status() -> RankStatus:
 
 
 def uses_cpu() -> bool:
-    """Measure for `BUSY_SECONDS`, and return whether this process used the CPU."""
+    """Return whether this process uses the CPU, measured over the next `BUSY_SECONDS`."""
     before = time.process_time()
     time.sleep(BUSY_SECONDS)
     return time.process_time() - before > BUSY_SHARE * BUSY_SECONDS
@@ -311,7 +311,7 @@ def diagnose(statuses: Mapping[int, RankStatus | None]) -> Diagnosis:
 
 
 def _numbers(statuses: Sequence[RankStatus], group: str) -> range:
-    """Return the sequence numbers to compare. Older collectives are missing on some ranks."""
+    """Return the sequence numbers to compare, without those of old collectives that some ranks no longer record."""
     of_ranks = [[call.number for call in each.calls if call.group == group] for each in statuses]
     kept = [numbers for numbers in of_ranks if numbers]
     return range(max(numbers[0] for numbers in kept), max(numbers[-1] for numbers in kept) + 1)

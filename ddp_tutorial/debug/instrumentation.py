@@ -151,7 +151,7 @@ class StepObservation:
 
     @cached_property
     def gradients(self) -> dict[str, float]:
-        """Dict from parameter name to the norm of this rank's local gradient, over all micro-batches."""
+        """Dict from parameter name to the combined norm of this rank's local gradients in all micro-batches."""
         norms: dict[str, float] = {}
         for (phase, name, _), norm in zip(self.trace, self.norms, strict=True):
             if phase == "backward":
@@ -336,7 +336,7 @@ def _read_if_on_cpu(value: torch.Tensor) -> torch.Tensor | float:
 def norm_of(tensor: torch.Tensor) -> torch.Tensor:
     """Return the tensor's 2-norm in float32 or higher precision.
 
-    The norm is not finite if an element is not finite, or if elements exceed about 1e19.
+    The norm is not finite if an element is not finite, or if the magnitude of an element exceeds about 1e19.
     """
     values = tensor.detach()
     if values.is_sparse:
@@ -353,7 +353,7 @@ def _norms_of(output: Any) -> list[torch.Tensor]:
 
 @contextmanager
 def _observe_losses(see: Callable[[torch.Tensor, float], object]) -> Iterator[None]:
-    """Inside the context, call `see` with each loss and its scale when `backward()` is called.
+    """Inside the context, call `see` with the loss and its scale on each call of `backward()`.
 
     The context replaces `torch.autograd.backward`, because `loss.backward()` looks up this function on each call. If
     the backward pass starts at several tensors, the first tensor is the loss, unless a gradient is passed for it.

@@ -96,7 +96,7 @@ class MemoryGrowth(Detector):
         return []
 
     def _compare_lists(self, step: int) -> list[Finding]:
-        """Compare the two lists of live tensors once at least `_EVERY` steps have passed. Collective."""
+        """Compare the two lists of live tensors if the first list is at least `_EVERY` steps old. Collective."""
         between = self.program.step - self._listed_at
         if between < _EVERY:
             return []
@@ -138,7 +138,7 @@ class Kind(NamedTuple):
 
 
 class LiveTensors(NamedTuple):
-    """Number and total bytes of one kind of tensor. Shared bytes count only for the largest tensor."""
+    """Number and total bytes of one kind of tensor. The bytes of a shared storage count only for its largest tensor."""
 
     number: int = 0
     nbytes: int = 0

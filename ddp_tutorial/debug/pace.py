@@ -86,7 +86,7 @@ class Straggler(_WindowDetector):
         self._suspect: tuple[int, str] | None = None
 
     def check_window(self, step: int, seconds: dict[str, list[float]]) -> Finding | None:
-        """Return a finding if the same rank is slow in the same phase as in the previous window."""
+        """Return a finding if the slow rank and its slow phase are the same as in the previous window."""
         found = slow_rank(seconds)
         suspect, self._suspect = self._suspect, found and found[:2]
         if found is None or suspect != found[:2]:

@@ -80,7 +80,7 @@ def progress() -> dict[str, tuple[int, int]]:
 
     A group's first NCCL collective connects the ranks, and PyTorch enqueues the collective only after all ranks have
     entered it. For a group without an enqueued collective, this function therefore also reads the recorder's entries,
-    which takes up to 40 ms. PyTorch does not list a connecting collective among the active collectives.
+    which takes up to 40 ms. PyTorch does not list a collective as active while the collective connects the ranks.
     """
     seen = {
         str(group): (each["last_enqueued_collective"], each["last_completed_collective"])
@@ -96,13 +96,13 @@ def progress() -> dict[str, tuple[int, int]]:
 
 
 def group_names() -> dict[int, str]:
-    """Return the names of the recorder's process groups by ID, which is a number of this process only."""
+    """Return the names of the recorder's process groups by ID. An ID is valid only in this process."""
     entries = flight_record(stacks=False).get("entries", [])
     return {entry["pg_id"]: entry["process_group"][0] for entry in entries if not entry["is_p2p"]}
 
 
 def ignore_former_groups() -> None:
-    """Exclude process groups that no longer exist from all later results. Requires a process group.
+    """Exclude former process groups from all later results. Requires a process group.
 
     PyTorch gives a new group the same name as a former group, but a higher ID.
     """

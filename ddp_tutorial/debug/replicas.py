@@ -29,14 +29,14 @@ _WHOLE = 1 << 48  # a float64 represents every integer below this value exactly
 
 
 class ReplicaDrift(Detector):
-    """Detector of differences between ranks in parameters, buffers, optimizer state and optimizer options.
+    """Detector of parameters, buffers, optimizer state and optimizer options that differ between ranks.
 
     The detector compares parameters and optimizer state after the first step, and then once per `every` steps, before
-    the update. With `every=1`, the comparison runs after each step. In the same steps, the detector compares buffers at
-    the start of the first forward pass, just after DDP has broadcast them.
+    the update. With `every=1`, the comparison runs after each step. In steps with a comparison, the detector also
+    compares buffers when the first forward pass starts, just after DDP has broadcast them.
 
     Differences caused by a gradient are detected at the next exchange, and reported with the gradient's step. To detect
-    such differences, the ranks compare a sum of the averaged gradients of each step. Other differences, such as an
+    such differences, the ranks compare a sum of the averaged gradients in each step. Other differences, such as an
     option that one rank has changed, are detected up to `every - 1` steps later. The finding then contains the step of
     the detection, and the message contains the last step without a difference.
 

@@ -14,7 +14,7 @@ _KNOWN = 10
 
 
 class GradientSpike(Detector):
-    """Detector of ranks whose gradient norm exceeds the median of their last `window` steps by a factor of `times`.
+    """Detector of ranks whose gradient norm is more than `times` times its median over the last `window` steps.
 
     The detector uses each rank's own gradient, before averaging and clipping, so the finding identifies the rank with
     the unusual samples. With several ranks, a jump of all losses and gradients by about the same factor is a change of
@@ -29,7 +29,7 @@ class GradientSpike(Detector):
         """Store the arguments.
 
         Args:
-            times: The ratio to the median above which a norm is reported.
+            times: A norm is reported if its ratio to the median exceeds this value.
             window: The number of steps over which the median is computed.
 
         Raises:
