@@ -1,4 +1,4 @@
-"""Load training text as bytes. Each byte is one of 256 tokens, so no tokenizer needs to be downloaded.
+"""Load training text as bytes. Each byte is a token, so no tokenizer needs to be downloaded.
 
 `python` is the source code of Python's standard library, which every Python installation includes. `stories` is a small
 set of generated stories, stored in the repository. `stories:N` generates N stories.
@@ -45,7 +45,7 @@ CACHE = RUNS / "cache"
 class Corpus:
     """A corpus of training and validation tokens, stored as 1-D tensors.
 
-    Bytes are stored as uint8, and a tokenizer's tokens as uint16 or int32. Token files keep their integer dtype.
+    Bytes are stored as uint8, and a tokenizer's tokens as uint16 or int32. Tokens from token files keep their dtype.
 
     Attributes:
         name: The name of the corpus.

@@ -26,9 +26,9 @@ class DispatchedSource:
     """A source for data that only one process can read. Rank 0 reads the samples for all ranks.
 
     While the ranks compute, a thread on rank 0 reads the next batches and sends their shards through a separate process
-    group. On every other rank, a thread receives the rank's shards. A batch can be any tree of tensors with one row per
-    sample. The batch size need not be a multiple of the world size. If `collate_fn` pads samples, the padded length is
-    that of the longest sample in the global batch. A read error on rank 0 raises a `SourceError` on all ranks.
+    group. On every other rank, a thread receives that rank's shards. A batch can be any tree of tensors with one row
+    per sample. The batch size need not be a multiple of the world size. If `collate_fn` pads samples, it pads them to
+    the length of the longest sample in the global batch. A read error on rank 0 raises a `SourceError` on all ranks.
 
     If reading uses the process's random number generators (see `uses_local_rng`), rank 0 reads in the main thread and
     does not prefetch. Threads share the random number generators, so reading in a different thread would change the
@@ -143,7 +143,7 @@ class DispatchedSource:
             raise
 
     def _end_others(self, error: str | None = None) -> None:
-        """Notify the other ranks that rank 0 has stopped sending, and pass on the `error` message, if any."""
+        """Notify the other ranks that rank 0 has stopped sending, and send them the `error` message, if any."""
         self._is_open = False
         for rank in range(1, self.world.size):
             with suppress(RuntimeError):  # the rank has exited

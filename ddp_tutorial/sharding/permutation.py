@@ -2,8 +2,8 @@
 
 Every epoch has a different sample order, which depends only on the seed and the epoch number. The sample orders of
 successive epochs form one infinite sequence. Each step's global batch contains the next `batch_size` samples of the
-sequence, split among the ranks. The cursor, which is the position in the sequence, is a single integer that does not
-depend on the world size.
+sequence, and is split among the ranks. The cursor, which is the position in the sequence, is a single integer that does
+not depend on the world size.
 
     Sequence   7 2 5 0 3 | 6 1 4 ...          8 samples, 5 per step
     Step 0     7 2 5 0 3                      rank 0 of 2: 7 5 3    rank 1 of 2: 2 0
@@ -80,7 +80,7 @@ class Permutation:
         return parts[0] if len(parts) == 1 else np.concatenate([np.empty(0, np.int64), *parts])
 
     def __call__(self, epoch: int, positions: Indices) -> Indices:
-        """Return the sample indices at `positions` of an epoch. Positions are in the range [0, `samples`)."""
+        """Return the sample indices at `positions` in the order of `epoch`. Positions range from 0 to `samples` - 1."""
         if self.seed is None:
             return positions
         if self.window is None:
@@ -103,7 +103,7 @@ class Permutation:
 
 
 def require_seed(seed: int | None) -> None:
-    """Raise `ConfigError` if `seed` is negative, because NumPy would reject the seed only at the first step."""
+    """Raise `ConfigError` if `seed` is negative, because NumPy would not reject the seed until the first step."""
     if seed is not None and seed < 0:
         raise ConfigError(f"'seed' must be None or at least 0, got {seed}")
 
@@ -207,7 +207,7 @@ class GlobalBatchSampler:
         return rounded.get(self.remainder, math.ceil(steps))
 
     def step(self, cursor: int) -> GlobalBatch:
-        """Return the global batch of the step that starts after the first `cursor` samples."""
+        """Return the global batch of the step that starts at `cursor`."""
         samples, batch = self.order.samples, self.batch_size
         left = samples - cursor % samples  # samples left in this epoch
         if self.remainder == "carry":
@@ -225,7 +225,7 @@ class GlobalBatchSampler:
         """Yield the sample indices of each step of one epoch.
 
         Raises:
-            ValueError: If the remainder is 'carry', because a step may then span two epochs. Use `step` instead.
+            ValueError: If the remainder is 'carry', because a step may then span several epochs. Use `step` instead.
         """
         if self.remainder == "carry":
             raise ValueError(
@@ -258,7 +258,7 @@ def shard_micro_batches(indices: Some, rank: int, size: int, micro_batches: int)
 
 
 def global_micro_batch_sizes(count: int, size: int, micro_batches: int) -> list[int]:
-    """Return the size of each micro-batch, summed over all ranks, for a step of `count` samples."""
+    """Return the total size of each micro-batch over all ranks, for a step of `count` samples."""
     return [
         sum(len(range(size * j + rank, count, size * micro_batches)) for rank in range(size))
         for j in range(micro_batches)

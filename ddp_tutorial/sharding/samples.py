@@ -115,7 +115,7 @@ def as_samples(dataset: Any, collate_fn: CollateFn | None = None) -> Data:
             must pad rows that have different lengths. The default is torch's `default_collate`.
 
     Raises:
-        ConfigError: If `dataset` has no length or does not support indexing, and can therefore only be streamed.
+        ConfigError: If `dataset` cannot be read by index, or if it has a `fetch` method and `collate_fn` is not None.
     """
     require_dataset(dataset)
     if hasattr(dataset, "fetch"):
@@ -159,18 +159,18 @@ def is_map_style(dataset: Any) -> bool:
 
 
 def type_name(dataset: Any) -> str:
-    """Return the type name of `dataset` for a message, such as "a datasets.arrow_dataset.Dataset"."""
+    """Return the type name of `dataset` for error messages, such as "a datasets.arrow_dataset.Dataset"."""
     return f"a {type(dataset).__module__}.{type(dataset).__qualname__}".replace("builtins.", "")
 
 
 class TokenBlocks:
     """A sequence of tokens, split into samples of `context` tokens.
 
-    Each sample also contains the next token, which is the target of the sample's last token.
+    Each sample also contains the following token, which is the target for the last of the `context` tokens.
     """
 
     def __init__(self, tokens: torch.Tensor, context: int) -> None:
-        """Store the 1-D `tokens`, and the number of input tokens in a sample."""
+        """Store the 1-D `tokens`, and the number of input tokens per sample."""
         self.tokens, self.context = tokens, context
 
     def __len__(self) -> int:
@@ -307,7 +307,7 @@ def _types(row: Any) -> dict[str, str]:
 
 
 def _shapes(row: Any) -> dict[str, str]:
-    """Return the shape of each column. The columns of a tuple are named by their positions."""
+    """Return the shape of each column. A tuple's columns are named after their positions."""
     columns = row if isinstance(row, Mapping) else dict(enumerate(row)) if isinstance(row, tuple) else {"": row}
     return {str(name): _shape(value) for name, value in columns.items()}
 
@@ -367,7 +367,7 @@ class ArrowShards:
         return type(self), (self.paths, self.columns)
 
     def fetch(self, indices: Indices) -> dict[str, torch.Tensor]:
-        """Return the rows at `indices` [n]. Each column is a tensor with shape [n, ...] and the column's dtype.
+        """Return the rows at `indices` [n]. Each column becomes a tensor of shape [n, ...] with the column's dtype.
 
         Raises:
             IndexError: If an index is out of range.
@@ -396,7 +396,7 @@ _END_OF_STREAM = b"\xff\xff\xff\xff\0\0\0\0"
 
 
 def is_random_access(path: Path) -> bool:
-    """Return whether an Arrow file has the random access format rather than the streaming format."""
+    """Return whether an Arrow file is in the random access format rather than the streaming format."""
     with Path(path).open("rb") as file:  # the caller may have passed a string
         return file.read(6) == b"ARROW1"
 
@@ -444,7 +444,7 @@ def _as_array(path: Path, name: str, column: Any) -> np.ndarray[Any, Any]:
 
 
 def write_arrow(path: Path, columns: Mapping[str, np.ndarray[Any, Any]], rows_a_batch: int = 65536) -> None:
-    """Write arrays with shape [rows, ...] to an Arrow file in the streaming format, which `datasets` can memory-map."""
+    """Write arrays of shape [rows, ...] to an Arrow file that `datasets` can memory-map (streaming format)."""
     arrays = {name: _fixed(array) for name, array in columns.items()}
     table = pa.table(arrays)
     with pa.OSFile(str(path), "wb") as file, pa.ipc.new_stream(file, table.schema) as writer:
@@ -486,8 +486,8 @@ def as_shards(blocks: TokenBlocks, cache: Path, files: int = SHARDS) -> list[Pat
 def as_arrow(paths: Sequence[Path], folder: Path) -> list[Path]:
     """Cache the contents of Parquet files in Arrow files, and return the paths of the Arrow files.
 
-    Parquet files are compressed, so they cannot be memory-mapped. The Arrow files are stored in a subfolder of `folder`
-    whose name is a digest of the Parquet files' paths, sizes and modification times.
+    Parquet files are compressed, so they cannot be memory-mapped. The Arrow files are stored in a subfolder of
+    `folder`. The subfolder's name is a digest of the Parquet files' paths, sizes, and modification times.
 
     Raises:
         ConfigError: If a Parquet file cannot be read.

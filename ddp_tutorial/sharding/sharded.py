@@ -38,8 +38,8 @@ class ShardedSource:
 
     With `workers` > 0, worker processes prefetch batches and apply `transform`. The random numbers (torch, NumPy, or
     Python) that the dataset, `collate_fn`, and `transform` draw depend only on the seed, the cursor, and the
-    micro-batch's index. Therefore, neither resuming nor the number of workers changes the random numbers. Each
-    micro-batch is collated separately, so the padding does not depend on the number of ranks.
+    micro-batch's global index. Therefore, neither resuming nor the number of workers changes the random numbers. Each
+    micro-batch is collated separately, so its padding depends only on its own samples.
 
     If a worker crashes, the source logs a warning and restarts the workers, at most once per step.
     """
@@ -58,7 +58,7 @@ class ShardedSource:
         """Store the arguments. Worker processes start at the first step.
 
         Args:
-            data: A map-style dataset, or an object that `as_samples` returned, for example to set a `collate_fn`.
+            data: A map-style dataset, or the result of `as_samples`, which also accepts a `collate_fn`.
             sharding: A sampler that returns the global batch of each step.
             world: The ranks of the run.
             transform: A function that is applied to each batch, for example to augment the data.
@@ -218,7 +218,7 @@ def pickled(thing: object) -> bytes:
 class _Sent:
     """A batch that a worker sends to its rank. Unpickling returns the batch itself.
 
-    The `DataLoader` pickles a worker's batch in a thread of the worker. If pickling fails, the rank receives nothing.
+    A `DataLoader` worker pickles its batches in a background thread. If pickling fails, the rank receives nothing.
     """
 
     def __init__(self, batch: Tree) -> None:
@@ -246,7 +246,7 @@ def for_rank(batch: Tree) -> Tree:
 
 @contextmanager
 def errors_for_rank() -> Iterator[None]:
-    """Replace an exception whose type cannot be pickled, so that a worker can send the exception to its rank.
+    """Replace exceptions of types that cannot be pickled, so that a worker can report each error to its rank.
 
     Raises:
         RuntimeError: In a worker, with the type name and message of the original exception.
@@ -283,7 +283,7 @@ class _Fetch(ByValue, Dataset[list[Tree]]):
 
 
 def require_samples_for_all(sharding: GlobalBatchSampler, world: World) -> None:
-    """Raise `ConfigError` if there are so many ranks that a rank would never receive a sample."""
+    """Raise `ConfigError` if there are so many ranks that some ranks would never receive a sample."""
     samples, batch = sharding.order.samples, sharding.batch_size
     repeats = sharding.remainder in {"pad", "carry"}  # samples are repeated, so there may be fewer samples than ranks
     limit = batch if repeats else min(batch, samples)

@@ -36,7 +36,7 @@ class Source(Protocol):
     def steps_per_epoch(self) -> float | None:
         """The number of steps in one epoch, or None if the number of samples is unknown.
 
-        The number can be fractional if a step can contain samples from two epochs.
+        The number can be fractional if a step can contain samples from several epochs.
         """
         ...
 

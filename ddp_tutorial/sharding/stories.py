@@ -1,6 +1,6 @@
 """Generate short stories.
 
-The dataset can have any size, requires no network access, and is the same on every machine.
+A generated dataset can have any size, requires no network access, and is the same on every machine.
 """
 
 import random

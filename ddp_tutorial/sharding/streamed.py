@@ -1,4 +1,4 @@
-"""Define a source in which every rank reads its own streams of data that do not support indexing."""
+"""Define a source for data that do not support indexing. Every rank reads its own streams of the data."""
 
 import logging
 import random
@@ -52,18 +52,18 @@ class StreamedSource:
     must yield all samples on every rank, in the same order each time, and must not split the data itself.
 
     Samples are taken from the streams in round-robin order. With W ranks, rank r reads each stream s with s mod W = r.
-    Thus, the sample order is the same for every world size up to `streams`. Each sample has a position in this order,
-    and the source's state contains the number of consumed positions. An exhausted stream leaves its remaining positions
-    empty. A rank does not know when the streams of other ranks are exhausted, so the ranks exchange their sample counts
-    at every step. The epoch ends when no rank has any samples left.
+    Thus, the sample order is the same for every world size up to `streams`. Each sample has a position in the sample
+    order, and the source's state contains the number of consumed positions. An exhausted stream leaves its remaining
+    positions empty. A rank does not know when the streams of other ranks are exhausted, so the ranks exchange their
+    sample counts at every step. The epoch ends when no rank has any samples left.
 
-    With a `seed`, samples are shuffled in a buffer, as in `IterableDataset.shuffle`. To resume, the source reads each
-    stream from the beginning up to the saved position. A rank's streams are divided among its workers. The workers'
-    `collate_fn` outputs are concatenated, so with more than one worker, `collate_fn` should pad to a fixed length.
+    With a `seed`, samples are shuffled in a buffer, as in `datasets.IterableDataset.shuffle`. To resume, the source
+    reads each stream from the beginning up to the saved position. A rank's streams are divided among its workers. The
+    workers' `collate_fn` outputs are concatenated, so with several workers, `collate_fn` should pad to a fixed length.
 
     The random numbers that `collate_fn` and `transform` draw depend only on the seed, the epoch, and the position of
-    the batch's first sample. Therefore, resuming does not change these random numbers. However, random numbers that the
-    iterable itself draws may change.
+    the batch's first sample. Therefore, resuming does not change these random numbers. However, resuming may change
+    the random numbers that the iterable itself draws.
 
     If a worker crashes, the source restarts the workers, at most once per step. The new workers first read their
     streams up to the current positions.
@@ -352,7 +352,7 @@ class _DatasetsShards:
 
 
 class _ArrowShards(_DatasetsShards):
-    """Arrow files that each worker opens again. `datasets` would pickle all rows of a file with random access."""
+    """Arrow files that each worker reopens. `datasets` would pickle all rows of a random-access file."""
 
     def __init__(self, files: ArrowShards, seed: int | None, shuffle_buffer: int) -> None:
         super().__init__(iterable_dataset(files.paths, files.columns), seed, shuffle_buffer)

@@ -205,9 +205,9 @@ def _ignore_signals(number: int, frame: object) -> None:
 
 
 def _exit_on_request(requests: Connection) -> None:
-    """Terminate this worker when its rank requests termination or has exited.
+    """Terminate this worker when its rank requests termination or exits.
 
-    PyTorch's own watchdog checks only between batches, but a single batch may take forever.
+    PyTorch's own watchdog checks the rank only between batches, but a single batch may take forever.
     """
     rank = multiprocessing.parent_process()
     signs: list[Any] = [requests, rank.sentinel] if rank is not None else [requests]
