@@ -161,7 +161,7 @@ class ClusterBackend:
                 each.process = NodeProcess(self.cluster, node, env, output, (spec.fileno(), *pipes))
 
     def new_port(self) -> int:
-        """Return a port that no earlier rendezvous used, because rank 0 may still use the previous port."""
+        """Return a port that no earlier rendezvous used, because rank 0 may still be using the previous port."""
         return self.cluster.new_port()
 
     def pids(self, workers: Sequence[WorkerHandle]) -> list[int]:

@@ -1,8 +1,8 @@
 """Start a pool's ranks, send them calls, and recover from failures.
 
-A call finishes when all participating ranks have finished the call. During a call, the controller checks the ranks'
-progress periodically. If a rank waits in a collective that not all ranks enter, the controller collects the stacks of
-all ranks and aborts the call.
+A call finishes when all participating ranks have finished. During a call, the controller checks the ranks' progress
+periodically. If a rank waits in a collective that not all ranks enter, the controller queries the status of all ranks
+and aborts the call.
 """
 
 import secrets
@@ -109,7 +109,7 @@ class Controller:
         """Replace the current process group with a new group of all ranks.
 
         Raises:
-            RankError: If a rank failed, or did not join within `GROUP_SECONDS`. Ranks that are still trying to join are
+            RankError: If a rank fails, or does not join within `GROUP_SECONDS`. Ranks that are still trying to join are
                 killed.
         """
         self._has_group = False
@@ -266,7 +266,7 @@ class Controller:
         return error
 
     def _failed(self, workers: Sequence[WorkerHandle], found: Diagnosis | None) -> Exception:
-        """Return the exception for a failed or aborted call. The message names the first cause."""
+        """Return the exception for a failed or aborted call. The message identifies the likely cause."""
         own = [each for each in workers if (each.failure or each.death) and not each.was_terminated]
         causes = [each for each in own if each.death or found is None or found.kind == "failed"]
         after = self._recover(workers)
@@ -300,7 +300,7 @@ class Controller:
         """Recover from a failed call, and return sentences that describe the recovery.
 
         If a rank has exited, the other ranks leave the process group. If a collective has failed, or the ranks have not
-        finished the same collectives, they form a new group as soon as they can communicate.
+        finished the same collectives, the ranks form a new group as soon as they can communicate.
         """
         has_died = any(each.death for each in self._workers)
         if not has_died and (self.n == 1 or self._are_in_step(workers)):
@@ -335,8 +335,8 @@ class Controller:
     def _are_in_step(self, workers: Sequence[WorkerHandle]) -> bool:
         """Return whether the ranks of each group have finished the same collectives and no collective has failed.
 
-        The result is also False if a rank was woken from a collective. Such a rank may report no error, because the
-        interrupt may have arrived before gloo's error.
+        The result is also False if a rank was woken from a collective. Such a rank may not report an error, because
+        the interrupt may have arrived before gloo's error.
         """
         if any(each.was_woken or (each.failure and each.failure.in_collective) for each in workers):
             return False

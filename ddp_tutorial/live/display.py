@@ -78,7 +78,7 @@ class RankResults(dict[int, str]):
         self.ranks = ranks
 
     def __repr__(self) -> str:
-        """Return one line or block for each distinct text, prefixed with its ranks."""
+        """Return one line or block for each distinct text, prefixed with the ranks that share the text."""
         together: dict[str, list[int]] = {}
         for rank, text in self.items():
             together.setdefault(text, []).append(rank)

@@ -32,7 +32,7 @@ class MagicError(ConfigError):
 
 
 class _Parser(argparse.ArgumentParser):
-    """Parser that raises `MagicError` for invalid arguments of a magic, instead of exiting."""
+    """Argument parser that raises `MagicError` for invalid arguments instead of exiting."""
 
     def error(self, message: str) -> NoReturn:
         """Raise `MagicError` with the message."""
@@ -66,7 +66,7 @@ class RankMagics(Magics):
         %ranks put NAME        Copy the notebook's variable NAME to all ranks.
         %ranks rate 100mbit    Set the rate of the links between nodes.
         %ranks script out.py   Write all cells executed so far to a script for torchrun. The script omits
-                               non-numeric values from %ranks put.
+                               non-numeric values assigned with %ranks put.
 
         %%ranks                Run the cell on all ranks. Select ranks with %%ranks 0, %%ranks 1-3 or %%ranks 0,2;
                                %%rank0 selects rank 0.
@@ -181,7 +181,7 @@ class RankMagics(Magics):
     def script(self, arguments: Sequence[str]) -> None:
         """Write all cells executed so far to one script for torchrun. Only the current user can read the file.
 
-        The script omits cells that failed, and non-numeric values from `put`.
+        The script omits cells that failed, and non-numeric values assigned with `put`.
         """
         [given] = self._names("script", arguments, "one file name, for example: %ranks script out.py")
         pool, path = self._alive(), Path(given).expanduser()

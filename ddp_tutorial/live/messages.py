@@ -52,7 +52,7 @@ class Snapshot:
     """The progress of a rank.
 
     Attributes:
-        progress: Dict from process group to the sequence numbers of its last entered and last completed collective.
+        progress: Dict from process group to the sequence numbers of its last entered and last completed collectives.
         names: Dict from process group ID to the group's name, which is the same on all ranks. Empty if not requested.
         members: Dict from group name to the group's ranks. Empty if not requested.
     """
@@ -63,7 +63,7 @@ class Snapshot:
 
     @property
     def steps(self) -> dict[str, tuple[int, int]]:
-        """The progress by the name of the group."""
+        """The progress, keyed by group name."""
         return {self.names[int(group)]: each for group, each in self.progress.items() if int(group) in self.names}
 
     @property

@@ -48,12 +48,12 @@ _pools: "weakref.WeakSet[Ranks]" = weakref.WeakSet()
 class Ranks(Controller):
     """Pool of `n` ranks that run until `stop` is called or the `with` block exits.
 
-    Every call blocks until all participating ranks have finished the call. If a call fails on a rank, the pool stops
-    the call on the other ranks, and raises `RankError` with the failed rank's traceback. If a rank waits too long in a
-    collective, a `CollectiveError` reports where each rank is waiting. An interrupt stops the call on all ranks.
+    Every call blocks until all participating ranks have finished. If a call fails on a rank, the pool stops the call on
+    the other ranks, and raises `RankError` with the failed rank's traceback. If a rank waits too long in a collective,
+    a `CollectiveError` reports the collectives that each rank has entered. An interrupt stops the call on all ranks.
 
     The ranks keep running after a failure. If the ranks have lost a connection, or have not finished the same
-    collectives, they form a new process group. Recreate objects that hold the old group, such as
+    collectives, they form a new process group. Recreate objects that use the old group, such as
     `DistributedDataParallel`. All other variables are kept. If a rank dies, `restart` replaces it.
     """
 
@@ -190,7 +190,7 @@ class Ranks(Controller):
         self.assign(values, on)
 
     def assign(self, values: Mapping[str, Any], on: Iterable[int] | None = None) -> None:
-        """Assign variables, as `put` does. A variable may have any name, such as `on`.
+        """Assign variables, as `put` does. A variable may have any name, even `on`.
 
         Raises:
             TypeError: If a value cannot be pickled.

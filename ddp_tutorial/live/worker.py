@@ -107,7 +107,7 @@ class Worker:
         """Raise `KeyboardInterrupt` in a call if the pool requested an interrupt.
 
         The terminal or the kernel may send an interrupt to all processes. This handler ignores such an interrupt,
-        because the pool receives the same interrupt, and then sends a request.
+        because the pool receives the same interrupt, and then sends an interrupt request.
         """
         asked, self.interrupted = self.interrupted, False
         if asked and self.interruptible:

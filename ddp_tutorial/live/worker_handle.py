@@ -1,4 +1,4 @@
-"""Define the pool's handle for one rank, which contains the rank's process, pipes and current call."""
+"""Define the pool's handle for one rank. The handle contains the rank's process, pipes and current call."""
 
 import os
 import re
@@ -99,7 +99,7 @@ class WorkerHandle:
     def control(self, *message: Any) -> bool:
         """Send a message to the rank's control thread without blocking, and return whether it was sent.
 
-        The message is not sent if the rank is dead, or if the pipe is full because the rank is stopped.
+        The message is not sent if the rank is dead, or if the pipe is full because the rank is suspended.
         """
         if not self._closed:
             with suppress(BrokenPipeError, BlockingIOError):
@@ -175,7 +175,7 @@ class WorkerHandle:
     def cause_order(self) -> tuple[int, float]:
         """Sort key for failed ranks. The rank with the smallest key is the most likely cause of the failure.
 
-        Exceptions that originated on a rank come first, sorted by time, then exited ranks, then lost connections.
+        Exceptions other than lost connections come first, sorted by time, then exited ranks, then lost connections.
         """
         if self.failure is None:
             return (1 if self.death else 3), 0.0
