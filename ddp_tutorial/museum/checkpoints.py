@@ -246,7 +246,7 @@ def loads_the_model(world: World, folder: Path) -> Result:
 
 
 def saves_what_needs_a_gradient(world: World, folder: Path) -> Result:
-    """Save only the parameters, which loses BatchNorm's running mean."""
+    """Save only the parameters, so that BatchNorm's running mean is lost."""
     model, start, path = ddp(nn.BatchNorm1d(8)), 0, folder / "last.pt"
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     if path.exists():

@@ -1,4 +1,4 @@
-"""Bugs in control flow, such as decisions made by a single rank, and errors that are not reported."""
+"""Bugs in control flow, such as decisions by a single rank, and bugs that hide errors."""
 
 import os
 import signal

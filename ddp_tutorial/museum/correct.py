@@ -1,4 +1,4 @@
-"""Correct programs that look wrong, for which no invariant may report a violation."""
+"""Correct programs that look wrong. No invariant may report a violation for these programs."""
 
 import math
 import signal
@@ -139,7 +139,7 @@ def clips_and_schedules(world: World) -> Result:
 
 
 def shares_the_optimizers_state(world: World) -> Result:
-    """Shard the optimizer state, which therefore differs between ranks, although the replicas are equal."""
+    """Shard the optimizer state. The shards differ between ranks, although the replicas are identical."""
     from torch.distributed.optim import ZeroRedundancyOptimizer
 
     model = ddp()

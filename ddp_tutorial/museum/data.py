@@ -104,7 +104,7 @@ def reads_its_share(world: World) -> Result:
 
 
 def shares_out_with_another_order(world: World) -> Result:
-    """Take every second sample on each rank, but shuffle the samples differently on each rank."""
+    """Shard the sample order by rank, but shuffle the samples with a different seed on each rank."""
     order = torch.randperm(24, generator=torch.Generator().manual_seed(world.rank)).tolist()
     return {"seen": order[world.rank :: world.size]}
 

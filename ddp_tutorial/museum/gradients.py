@@ -302,7 +302,7 @@ def never_leaves_no_sync(world: World) -> Result:
 
 
 def sums_the_loss(world: World) -> Result:
-    """Sum losses over samples. The sum over 8 samples is twice the average of two sums over 4 samples."""
+    """Sum losses over samples. The sum over 8 samples is twice the average of two ranks' sums over 4 samples each."""
     model = ddp()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     for _, x, y in loader(world):

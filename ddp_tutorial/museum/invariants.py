@@ -132,7 +132,7 @@ def applying(program: Program) -> list[str]:
 
 
 def _settings(stage: Stage, program: Program) -> dict[str, Any]:
-    """Return a new folder as a keyword argument if the program has a `folder` parameter."""
+    """Return a dict with a new `folder` if the program has a `folder` parameter, and an empty dict otherwise."""
     return {"folder": stage.folder()} if "folder" in inspect.signature(program).parameters else {}
 
 
@@ -395,7 +395,7 @@ def _check(stage: Stage, program: Program) -> str:
 
 
 def _replica() -> tuple[nn.Module, torch.optim.Optimizer, dict[str, torch.Tensor]]:
-    """Return a model and its optimizer after one step, and a dict of some of their tensors, identical on all ranks."""
+    """Return a model after one step, its optimizer, and some of their tensors, which are equal on all ranks."""
     torch.manual_seed(0)
     model = nn.Sequential(first := nn.Linear(4, 2), nn.Linear(2, 1)).double()
     optimizer = torch.optim.Adam(model.parameters(), lr=0.01)

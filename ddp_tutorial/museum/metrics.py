@@ -184,7 +184,7 @@ def compares_with_rank_zero(world: World, model: nn.Module, optimizer: Optimizer
 
 
 def _tensors(state: object, name: str = "", depth: int = 9) -> dict[str, torch.Tensor]:
-    """Return the tensors in nested dicts, up to the given depth, as a flat dict keyed by path."""
+    """Return the tensors in dicts nested up to `depth` levels, as a flat dict keyed by path."""
     if isinstance(state, torch.Tensor):
         return {name: state}
     if not isinstance(state, dict) or not depth:

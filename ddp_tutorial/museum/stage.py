@@ -1,4 +1,4 @@
-"""Test harness that runs many programs per launch, on all ranks or on a single rank, optionally with injected faults.
+"""Test harness that runs many programs per launch, on all ranks or as single processes, and can inject faults.
 
 A program calls `torch.distributed` as usual. Each run uses a new default group, or a single-rank group if the run uses
 one process. A group's timeout is `TIMEOUT` seconds instead of 30 minutes. A run that hangs is therefore aborted
@@ -148,7 +148,7 @@ class Stage:
 
 
 def _new_group(limit: timedelta) -> dist.ProcessGroup:
-    """Create a process group that contains all ranks and has the timeout `limit`. Collective."""
+    """Create a process group of all ranks with the timeout `limit`. Collective."""
     group: dist.ProcessGroup = dist.new_group(timeout=timedelta(seconds=60))
     dist.distributed_c10d._set_pg_timeout(limit, group)
     return group
@@ -259,7 +259,7 @@ def a_sigterm(outcome: Outcome) -> Iterator[None]:
 
 
 def checked(world: World, detectors: Callable[[], Sequence[Detector]]) -> Around:
-    """Attach `checking` with `every=1` at the first optimizer step, and record its findings."""
+    """Return a wrapper that attaches `checking` (`every=1`) at the first optimizer step, and records its findings."""
 
     @contextmanager
     def around(outcome: Outcome) -> Iterator[None]:
