@@ -13,7 +13,7 @@ class Callback:
     """Base class for callbacks. A subclass overrides the methods that it needs.
 
     Every rank calls each method with the same arguments, so a method may use collectives. To act on one rank only,
-    check `trainer.world.is_main`. If a method raises an exception on one rank, all ranks raise an exception.
+    check `trainer.world.is_main`. If a method raises an exception on any rank, all ranks raise an exception.
     """
 
     def on_step(self, trainer: Any, result: StepResult) -> None:
@@ -30,7 +30,7 @@ class Callback:
 
 
 class CallbackError(FailedError):
-    """Raised on this rank if a callback raised an exception only on a different rank."""
+    """Raised on each rank whose callbacks succeeded if a callback raised an exception on a different rank."""
 
 
 def check_callbacks(world: World, callbacks: Sequence[Callback]) -> list[Callback]:
@@ -51,7 +51,7 @@ def check_callbacks(world: World, callbacks: Sequence[Callback]) -> list[Callbac
 
 
 def require_same_names(world: World, what: str, names: list[str], problem: str, advice: str = "") -> None:
-    """Raise `ConfigError` on all ranks if a rank has a `problem` or if the `names` differ between ranks. Collective."""
+    """Raise `ConfigError` on all ranks if any rank passes a `problem` or if the `names` of ranks differ. Collective."""
     of_ranks = all_gather(world, (problem, names))
     for rank, (found, theirs) in enumerate(of_ranks):
         if found:
@@ -64,11 +64,11 @@ def require_same_names(world: World, what: str, names: list[str], problem: str, 
 
 
 def call_on_all_ranks(world: World, callbacks: Sequence[Callback], method: Callable[[Callback], None]) -> None:
-    """Call a method of each callback. Collective.
+    """Call `method` with each callback. Collective.
 
     Raises:
         Exception: The exception that a callback raised on this rank.
-        CallbackError: If a callback raised an exception only on a different rank.
+        CallbackError: If callbacks raised exceptions on other ranks, but not on this rank.
     """
     raised: Exception | None = None
     try:

@@ -1,4 +1,4 @@
-"""Check that a model can be compiled before the run writes any files."""
+"""Before a run writes any files, check that its model can be compiled."""
 
 import os
 import shutil

@@ -496,10 +496,10 @@ class TaskConfig(TrainConfig):
     def peak_learning_rate(self) -> float:
         """`learning_rate`, scaled to `batch_size` by `learning_rate_rule`.
 
-        The rules are heuristics for a batch that is k times as large. With the linear rule and a warm-up, one step
-        should match k steps with the smaller batch (Goyal et al., "Accurate, large minibatch SGD", 2017). The
-        square-root rule is for Adam, which divides by the gradient's magnitude. If noise dominates, this magnitude is
-        divided by sqrt(k) (Malladi et al., "On the SDEs and scaling rules for adaptive gradient algorithms", 2022).
+        The rules are heuristics for a batch that is k times `learning_rate_batch`. With the linear rule and a warm-up,
+        one step should match k steps with the smaller batch (Goyal et al., "Accurate, large minibatch SGD", 2017). The
+        square-root rule is for Adam, which divides by the gradient's magnitude. If noise dominates, the magnitude falls
+        by a factor of sqrt(k) (Malladi et al., "On the SDEs and scaling rules for adaptive gradient algorithms", 2022).
         """
         times = self.batch_size / self.learning_rate_batch
         return self.learning_rate * {"fixed": 1.0, "linear": times, "sqrt": times**0.5}[self.learning_rate_rule]
@@ -528,7 +528,7 @@ class TaskConfig(TrainConfig):
 
     @property
     def remarks(self) -> list[str]:
-        """A message about the learning rate, if it is scaled."""
+        """A message about the learning rate if `learning_rate_rule` is not "fixed"."""
         if self.learning_rate_rule == "fixed":
             return []
         return [

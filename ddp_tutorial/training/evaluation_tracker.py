@@ -74,7 +74,7 @@ class EvaluationTracker:
         return sorted(int(folder.name.removeprefix("step_")) for folder in self.run.best.glob("step_*"))
 
     def remove_saved(self, excluded: Collection[int | None]) -> None:
-        """On rank 0, delete the saved weights of all steps, except those of the steps in `excluded`."""
+        """On rank 0, delete the saved weights of every step that is not in `excluded`."""
         if self.world.is_main:
             for step in self.saved_steps():
                 if step not in excluded:
@@ -84,7 +84,7 @@ class EvaluationTracker:
         """Record that a checkpoint contains the evaluations so far.
 
         The weights of the best evaluation so far are kept until two later checkpoints have been saved. Until then, a
-        killed run may resume from this checkpoint, and the repeated evaluations may be worse.
+        killed run may resume from this checkpoint, and its repeated evaluations may be worse than before.
         """
         if self.config.best_model:
             self._at_checkpoints = [*self._at_checkpoints[-1:], self.step]
@@ -102,7 +102,7 @@ class EvaluationTracker:
         self.record_checkpoint()
 
     def copy_best(self, other: RunFolder) -> None:
-        """On rank 0, copy the weights of the best evaluation from the run `other`, if that run has kept them."""
+        """On rank 0, copy the weights of the best evaluation from the run `other`, if `other` still contains them."""
         if not (self.config.best_model and self.world.is_main and self.step is not None):
             return
         kept, own = (folder.best / checkpoint_name(self.step) for folder in (other, self.run))

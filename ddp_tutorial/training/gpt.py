@@ -83,7 +83,7 @@ class GPT(nn.Module, PyTorchModelHubMixin):
     """A GPT that maps tokens [batch, time] to logits [batch, time, vocab]. The time dimension is at most `context`.
 
     With `recompute`, only the block inputs are stored, and the backward pass recomputes the other activations.
-    Recomputation saves memory but requires about a third more computation (Chen et al., "Training deep nets with
+    Recomputation saves memory but increases computation by about a third (Chen et al., "Training deep nets with
     sublinear memory cost", 2016). The result is bitwise identical to the result without `recompute`, even with dropout.
 
     The initial weights depend on the state of torch's random number generator. Before you create the model, call
@@ -157,7 +157,7 @@ class GPT(nn.Module, PyTorchModelHubMixin):
 def loss_sum(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
     """Return the cross-entropy in nats, summed over all targets that are not -100.
 
-    The result is a sum, because sums can be added across ranks, but means cannot.
+    The result is a sum, because an average of the ranks' means may weight targets unequally.
     """
     return F.cross_entropy(logits.flatten(0, -2), targets.flatten(), reduction="sum")
 

@@ -14,7 +14,7 @@ Base = TypeVar("Base")
 def import_object(name: str, path: str, is_known: Callable[[Any], bool]) -> Any:
     """Import the object at `path`, such as "torch.optim.SGD", for the setting `name`. The import executes the module.
 
-    If the object is missing, the error message suggests only objects of the module for which `is_known` returns true.
+    If the object is missing, the error message suggests only the module's objects for which `is_known` returns true.
 
     Raises:
         ConfigError: If the module cannot be imported, or if it does not contain the object.

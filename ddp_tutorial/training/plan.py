@@ -31,7 +31,7 @@ OPTIMIZER_BYTES = {"adamw": 8, "sgd": 4}  # per parameter, for two float32 movin
 
 
 def plan(config: TaskConfig, layers: Iterable[Layer], environ: Mapping[str, str] = os.environ) -> dict[str, Any]:
-    """Return a run's plan, with its settings and their origins, memory use, communication volume, and directory.
+    """Return a plan that contains a run's memory use, communication volume, directory, and settings with their origins.
 
     `layers` were merged into `config`. `environ` specifies the world if torchrun or Slurm started this process.
 
@@ -106,8 +106,8 @@ def settings(config: TaskConfig, layers: Iterable[Layer], used: TaskConfig | Non
 def memory(config: TaskConfig, samples: int, ranks: int = 1) -> dict[str, int]:
     """Estimate the memory that one rank needs, in bytes. `samples` is the number of samples in a micro-batch.
 
-    The estimate includes four bytes per parameter, four bytes per gradient element, and the optimizer state. Sharding
-    strategies divide the sharded part by the number of ranks per replica, and add temporarily gathered weights. The
+    The estimate includes four bytes per parameter, four bytes per gradient element, the optimizer state, and
+    temporarily gathered weights. The size of a sharded component is divided by the number of ranks per replica. The
     size of the saved activations is measured on torch's meta device, which allocates no memory. Attention may need less
     memory than estimated. On a CPU, Python and torch need about 300 MB of additional memory.
 
@@ -168,7 +168,7 @@ def _meta_device() -> Iterator[None]:
 
 
 def optimizer_bytes(config: TrainConfig) -> int:
-    """Return the optimizer state's size in bytes per parameter, measured on a small matrix for an imported class.
+    """Return the optimizer state's size in bytes per parameter. An imported class is measured on a small matrix.
 
     Raises:
         ConfigError: If the imported class cannot update a matrix with a dense gradient.
@@ -190,7 +190,7 @@ def optimizer_bytes(config: TrainConfig) -> int:
 
 
 def step_bytes_sent(config: TaskConfig, parameters: int, ranks: int, micro_batches: int) -> int:
-    """Return the average number of bytes per step that one rank sends for gradients and weights."""
+    """Return the average number of bytes that one rank sends per step for gradients and weights."""
     mesh = mesh_of(config, ranks)
     if config.strategy not in LOCAL:
         return bytes_sent(config.strategy, parameters, mesh.span, micro_batches, mesh.replicate)
@@ -199,7 +199,7 @@ def step_bytes_sent(config: TaskConfig, parameters: int, ranks: int, micro_batch
 
 
 def total_memory(device: str, ranks: int) -> int:
-    """Return the size in bytes of this machine's main memory, or of the memory of `ranks` GPUs for device `cuda`."""
+    """Return the size in bytes of this machine's main memory or, for device `cuda`, of the memory of `ranks` GPUs."""
     if device == "cuda":
         return sum(
             torch.cuda.get_device_properties(number).total_memory

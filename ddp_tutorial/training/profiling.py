@@ -39,7 +39,7 @@ class StepProfiler:
         self._watching = ExitStack()
 
     def before(self, step: int) -> None:
-        """Start profiling if `step` is the first step to profile. A run that resumes after `first` is not profiled."""
+        """Start profiling if `step` is `first`. A run that resumes after step `first` is not profiled."""
         if step != self.first or self.first > self.last:
             return
         activities = [ProfilerActivity.CPU]

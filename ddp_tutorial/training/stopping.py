@@ -28,7 +28,7 @@ class StopRequests:
     """
 
     def __init__(self, world: World, run: RunFolder) -> None:
-        """Start without a request. `run` is the run folder, which rank 0 checks for a request."""
+        """Start without a request. `run` is the run folder, which rank 0 checks for a stop request."""
         self.world, self.request = world, run.stop_request
         self.signalled = False
         self._asked = -math.inf

@@ -64,7 +64,7 @@ SomeTrainConfig = TypeVar("SomeTrainConfig", bound=TrainConfig)
 
 @dataclass(frozen=True)
 class TrainResult:
-    """The result of a run. All fields are the same on every rank, except `rate`, which each rank measures itself."""
+    """The result of a run. Each rank measures its own `rate`. All other fields are the same on every rank."""
 
     run: Any  # the run folder, a Path
     losses: list[float]  # per step, the mean over all ranks; within a round of local SGD, rank 0's loss
@@ -260,7 +260,7 @@ class Trainer:
         self.call_back(lambda callback: callback.on_step(self, done))
 
     def call_back(self, method: Callable[[Callback], None]) -> None:
-        """Call a method of each callback. If one rank raises an exception, all ranks raise an error. Collective."""
+        """Call `method` with each callback. If one rank raises an exception, all ranks do. Collective."""
         if not self.callbacks:  # this is called in every step
             return
         with phase("callbacks"), self.log.paused():

@@ -17,7 +17,7 @@ WEIGHTS = "model.safetensors"
 
 
 def save_model(model: nn.Module, folder: Path) -> None:
-    """Write `model` to `folder`. A previous model in `folder` is replaced after the new model has been written.
+    """Write `model` to `folder`. A previous model in `folder` is replaced only after the new model is complete.
 
     If the model has a `save_pretrained` method, as Hugging Face models and this package's `GPT` do, this method writes
     the weights and the config. The weights and buffers of other models are written as safetensors. Tied tensors are
