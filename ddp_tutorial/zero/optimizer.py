@@ -48,7 +48,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
     unsharded optimizer.
 
     Args:
-        of_all: An optimizer for all parameters that has not taken a step and does not require a closure.
+        of_all: An optimizer for all parameters. It must not have taken a step and must not require a closure.
         world: The participating ranks.
         mesh: The number of model replicas and the number of ranks per replica. Each row of the mesh shards the
             parameters in the same way. The default is a single replica.

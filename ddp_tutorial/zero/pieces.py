@@ -69,12 +69,12 @@ class Layout:
             flat[-rest:] = rows[full, self.first[index] : self.first[index] + rest]
 
     def pieces(self, row: torch.Tensor, rank: int) -> list[torch.Tensor]:
-        """Return one view of `rank`'s row [length] for each tensor's shard, excluding the padding."""
+        """Return a view of each tensor's shard in `row` [length], which is `rank`'s row, without the padding."""
         cuts = [piece_of(count, rank, self.size) for count in self.counts]
         return [row[first : first + cut.stop - cut.start] for first, cut in zip(self.first, cuts, strict=True)]
 
     def _block(self, rows: torch.Tensor, index: int) -> tuple[int, torch.Tensor, int]:
-        """Return the number of full rows of a tensor, their block of `rows`, and the number of remaining elements."""
+        """Return the number of rows that tensor `index` fills, its block in these rows, and its remainder's size."""
         first, each = self.first[index], self.each[index]
         full, rest = divmod(self.counts[index], each) if each else (0, 0)
         return full, rows[:full, first : first + each], rest

@@ -226,7 +226,7 @@ class Reductions:
         self._started, self._is_open = 0, False
 
     def forget(self) -> None:
-        """Discard the gradients that have been reduced since the last `take`, which belong to a failed step."""
+        """After a failed step, discard the gradients that have been reduced since the last `take`."""
         for reduction in self.ordered:
             reduction.forget()
 

@@ -1,8 +1,8 @@
 """Group the ranks that share one replica of the model, and the ranks that store the same shard of each replica.
 
 With a single replica, each of W ranks stores 1/W of the model. Hybrid sharding (HSDP) keeps R replicas, and shards each
-replica across S ranks. The all-gathers and most of the reduction stay within groups of S ranks. Each rank all-reduces
-only 1/S of the gradients across replicas. HSDP needs more memory, but sends less data over slow links between machines.
+replica across S ranks. All-gathers and reduce-scatters run within groups of S ranks. Each rank all-reduces only 1/S of
+the gradients across replicas. HSDP trades additional memory for less data over slow links between machines.
 
 Zhao et al., "PyTorch FSDP: Experiences on scaling fully sharded data parallel", VLDB 2023, section 3.2.2.
 """

@@ -60,7 +60,7 @@ class OptimizerState:
         return wanted
 
     def load_state_dict(self, state: State) -> None:
-        """Replace the optimizer state with `state`, a dict from `empty` that a checkpoint has filled."""
+        """Replace the optimizer state with `state`, which `empty` returned and a checkpoint has filled."""
         self.optimizer.state.clear()
         for where, value in state.items():
             name, _, key = where.rpartition(".")
