@@ -108,7 +108,7 @@ def goodput(
 
 @styled
 def world_sizes(attempts: Sequence[Sequence[Mapping[str, Any]]], title: str) -> Figure:
-    """Draw the step number over time. Each attempt is a list of dicts with the keys `time`, `step` and `size`."""
+    """Draw each attempt's steps over time. An attempt is a list of dicts with the keys `time`, `step` and `size`."""
     figure, axes = plt.subplots(figsize=(9, 3.4))
     for rows in attempts:
         size = rows[0]["size"]

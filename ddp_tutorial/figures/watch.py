@@ -112,7 +112,7 @@ def _memory(axes: Axes, rows: Sequence[Row]) -> None:
 
 
 def _phases(axes: Axes, rows: Sequence[Row]) -> None:
-    """Draw one bar per rank. The phase "grads" is omitted, because the bar contains its parts."""
+    """Draw one bar per rank. The phase "grads" is omitted, because the bars contain the parts of this phase."""
     latest = [row["ranks"] for row in rows if "ranks" in row][-1:]
     phases = {name: each for name, each in seconds_of_ranks(latest).items() if name != "grads" and ": " not in name}
     ranks = len(next(iter(phases.values()), ()))
