@@ -47,7 +47,7 @@ class Net(nn.Sequential):
 
 
 def images(part: str) -> TensorDataset:
-    """Return the `train` or `validation` split, as pairs of an image [1, 8, 8] with values from 0 to 1 and a digit."""
+    """Return the `train` or `validation` split as (image [1, 8, 8], digit) pairs. Pixel values range from 0 to 1."""
     table = pyarrow.parquet.read_table(DATA / f"{part}.parquet")
     pixels = torch.tensor(table["pixels"].to_pylist()).view(-1, 1, 8, 8) / 16
     return TensorDataset(pixels, torch.tensor(table["digit"].to_pylist()))

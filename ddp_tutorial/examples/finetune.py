@@ -62,7 +62,7 @@ def collate(rows: list[bytes]) -> dict[str, torch.Tensor]:
 def loss(model: nn.Module, batch: dict[str, torch.Tensor]) -> tuple[Any, ...]:
     """Return the summed loss, the number of tokens, and the accuracy as a (sum, count) pair.
 
-    Averaging per-rank means would give tokens in short texts larger weights.
+    Averaging per-rank means would weight the tokens of short texts more than those of long texts.
     """
     logits = model(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"]).logits[:, :-1]
     targets = batch["labels"][:, 1:]  # predict each token from the previous ones

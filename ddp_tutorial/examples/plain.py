@@ -42,7 +42,7 @@ class BatchNorm(nn.BatchNorm2d):  # over all ranks, with equal batch sizes; nn.S
 
 
 def images(part: str) -> tuple[Tensor, Tensor]:
-    """Return the images, with values from 0 to 1, and the digits of the `train` or `validation` split."""
+    """Return the images and digits of the `train` or `validation` split. Pixel values range from 0 to 1."""
     folder = next(up / "data" for up in Path(__file__).parents if (up / "data").is_dir())  # in the repository or wheel
     table = pyarrow.parquet.read_table(folder / "digits" / f"{part}.parquet")
     return torch.tensor(table["pixels"].to_pylist()).view(-1, 1, 8, 8) / 16, torch.tensor(table["digit"].to_pylist())

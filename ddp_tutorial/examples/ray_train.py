@@ -6,7 +6,7 @@
 
 Ray stores its files in `runs/` in the current folder. All machines in the cluster must share this folder. The run
 reports its checkpoints to Ray, which removes old checkpoints but does not copy them. If a worker is lost, Ray restarts
-all workers, and the run resumes from its last checkpoint. The result is bitwise identical to an uninterrupted run.
+all workers, and the run resumes from its last checkpoint. The result is bitwise identical to an uninterrupted run's.
 """
 
 import os
