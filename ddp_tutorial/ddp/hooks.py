@@ -51,7 +51,7 @@ class CastHook:
     """A hook that sends gradients in a 16-bit `dtype`, which halves the number of bytes compared with float32.
 
     A complex number is sent as two real numbers. The dtype bfloat16 covers float32's range with 8 bits of precision.
-    With float16 (11 bits of precision), numbers below about 3e-8 become zero, and numbers above 65,504 become infinite.
+    With float16 (11 bits of precision), magnitudes below about 3e-8 become 0, and magnitudes above 65,504 overflow.
     The sum is also computed in `dtype`, so the rounding error grows with the number of ranks.
     """
 
@@ -134,8 +134,8 @@ class PowerSGD:
 class _Factors:
     """The factors of one bucket. The constructor starts the all-reduce of P, and `wait` runs the all-reduce of Q.
 
-    All ranks call `wait` in bucket order, so they start the all-reduces of Q in the same order. Callbacks on P's
-    futures would not guarantee the same order on all ranks.
+    All ranks call `wait` in bucket order, so the all-reduces of Q also start in bucket order. Callbacks on P's futures
+    would not guarantee this order.
     """
 
     @torch.no_grad()

@@ -128,8 +128,8 @@ class SimulatedLink:
     """A link that simulates the latency and bandwidth specified by a `LinkModel`.
 
     Each all-reduce over N ranks takes as long as a ring all-reduce on the modeled link. The transfer time is 2 (N - 1)
-    latencies plus the time to send 2 (N - 1) / N of the bytes. The transfer starts when the last rank has joined the
-    all-reduce and the previous all-reduce has ended.
+    latencies plus 2 (N - 1) / N times the time to send the tensor's bytes. The transfer starts when the last rank has
+    joined the all-reduce and the previous all-reduce has ended.
 
     A thread computes the sum with a real all-reduce and then sleeps until the simulated transfer time has elapsed.
     Meanwhile, the rank continues computing, as it would while a network card transfers the data. All simulated links of

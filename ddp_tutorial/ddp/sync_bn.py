@@ -3,8 +3,8 @@
 A BatchNorm layer subtracts the batch mean and divides by the batch standard deviation. Under data parallelism, each
 rank processes only its shard of the batch. The output for a sample then depends only on samples on the same rank. The
 results of four ranks with two samples each therefore differ from those of one process with eight samples.
-`SyncBatchNorm` sums over all ranks in the forward pass. Every output then depends on every input, so the backward pass
-also sums over ranks. PyTorch's `SyncBatchNorm` is equivalent, but supports only GPUs.
+In the forward pass, `SyncBatchNorm` sums the batch statistics over all ranks. Every output then depends on every input,
+so the backward pass sums gradients over ranks. PyTorch's `SyncBatchNorm` is equivalent, but supports only GPUs.
 """
 
 from typing import Any

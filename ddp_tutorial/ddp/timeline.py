@@ -140,9 +140,9 @@ class Recorder:
     def close(self) -> None:
         """Split the duration of PyTorch's backward pass into computation and waiting time.
 
-        With PyTorch's DDP, the backward pass returns only after the last all-reduce. The `backward` span
-        still contains the time until the last all-reduce is issued. The remaining time is recorded as `finish`, the
-        phase in which the other DDP variants wait for the all-reduces.
+        With PyTorch's DDP, the backward pass returns only after the last all-reduce. The method shortens the `backward`
+        span to the time until the last all-reduce is issued. The remaining time is recorded as `finish`, the phase in
+        which the other DDP variants wait for the all-reduces.
         """
         for place, span in enumerate(self.spans):
             within = [each for each in self._issued if span.start <= each.issued <= span.end]
@@ -175,7 +175,7 @@ def record(link: Link | None) -> Iterator[Recorder]:
 def record_torch() -> Iterator[Recorder]:
     """Record this rank's phases, and use PyTorch's profiler to record the all-reduces of PyTorch's DDP.
 
-    The recorder and the profiler use different clocks, whose offset is computed from the phases that both recorded.
+    The offset between the recorder's and the profiler's clocks is computed from the phases that both recorded.
 
     Raises:
         ValueError: If the block contains no phase.
@@ -190,7 +190,7 @@ def record_torch() -> Iterator[Recorder]:
 
 
 def add_transfers_of_torch(recorder: Recorder, events: Sequence[Any]) -> None:
-    """Add the all-reduces in the profiler's `events` to `recorder`, which recorded the same phases.
+    """Add the all-reduces in the profiler's `events` to `recorder`. Both must contain the same phases.
 
     If the profiler traces a GPU, it records phases and all-reduces on the CPU and on the GPU. On the CPU, an NCCL
     all-reduce ends when its kernel has been launched, so the times on the GPU are preferred.
@@ -240,7 +240,7 @@ def gather(world: World, recorder: Recorder) -> Timeline:
 def clock_offset(world: World, clock: Callable[[], float] = time.monotonic, rounds: int = 16) -> float:
     """Return the offset in seconds to add to this rank's clock to obtain rank 0's time. Collective.
 
-    One by one, ranks request rank 0's time, as in NTP (Mills, 1991), and use the reply with the shortest round trip.
+    As in NTP (Mills, 1991), each rank polls rank 0's clock repeatedly, and uses the reply with the shortest round trip.
     The error is at most half a round trip. On one machine, ranks share a monotonic clock, so the result is about zero.
     """
     require_group(world)
@@ -292,7 +292,7 @@ def arrivals(module: nn.Module, backward: Callable[[], object]) -> dict[str, flo
 
 
 def ready_times(buckets: Sequence[Bucket], arrivals: Mapping[str, float]) -> list[float]:
-    """Return the time in seconds at which each bucket's all-reduce can start.
+    """Return when each bucket's all-reduce can start, in seconds from the start of the backward pass.
 
     An all-reduce can start when the bucket's last gradient is ready and the previous bucket's all-reduce has started.
     """

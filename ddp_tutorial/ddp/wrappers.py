@@ -73,7 +73,7 @@ class DataParallel(ABC):
         Args:
             module: The model, on this rank's device.
             world: The participating ranks.
-            link: The link that carries the gradients. None if PyTorch's C++ code sends the gradients directly.
+            link: The link that carries the gradients, or None if PyTorch's C++ code sends the gradients directly.
             find_unused_parameters: Whether to allow parameters without a gradient.
             sync_buffers: Whether to broadcast rank 0's buffers in each step.
         """
@@ -98,7 +98,7 @@ class DataParallel(ABC):
 
     @cached_property
     def loss_model(self) -> nn.Module:
-        """A view of the module for loss functions, with its class and attributes. Calling the view runs the wrapper."""
+        """The model that loss functions receive. A call runs the wrapper; class and attributes are from `module`."""
         wrapper = ref(self)
 
         def call(*inputs: Any, **named: Any) -> Any:
