@@ -9,7 +9,7 @@ from ddp_tutorial.world import World, require_group
 
 
 class Message(NamedTuple):
-    """A message from one rank to the next, which contains one chunk of the tensor."""
+    """A chunk of the tensor that rank `sender` sent to rank `receiver`."""
 
     round: int
     sender: int
@@ -25,7 +25,7 @@ def ring_all_reduce(world: World, tensor: torch.Tensor) -> list[Message]:
     to the next rank, which adds its own values. Afterward, each rank holds one fully reduced chunk. In the last N - 1
     rounds (the all-gather), the ranks pass the reduced chunks around the ring.
 
-    In 2 (N - 1) rounds, each rank sends 2 (N - 1) / N times the tensor's size. The number of bytes hardly depends on N.
+    In 2 (N - 1) rounds, each rank sends 2 (N - 1) / N times the tensor's size, always less than twice the size.
     Each chunk is summed once and then copied, so the result is bitwise identical on all ranks. A different number of
     ranks may change the rounding.
 
@@ -67,7 +67,7 @@ def tree_all_reduce(world: World, tensor: torch.Tensor) -> list[Message]:
     """Sum `tensor` over all ranks, in place, along a binomial tree. Collective.
 
     In the first round, every second rank sends its tensor to the preceding rank. In the next round, every second
-    receiver sends its sum to the preceding receiver. After log2 N rounds, rank 0 sends the sum back down the tree.
+    receiver sends its sum to the preceding receiver. After ceil(log2 N) rounds, rank 0 sends the total down the tree.
 
     A tree requires few rounds, so it is fast for small tensors. Each round sends the full tensor, so a tree is slow for
     large tensors. The result is bitwise identical on all ranks.

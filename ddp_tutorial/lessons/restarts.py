@@ -1,4 +1,4 @@
-"""Start jobs, inject faults, and read the logs of all attempts, for several notebooks."""
+"""Start jobs, inject faults, and read the logs of all attempts. Several notebooks use this module."""
 
 import json
 import os
@@ -78,7 +78,8 @@ def describe(attempts: Sequence[Sequence[Row]]) -> str:
 def inject(folder: Path, rank: int, size: int, step: int) -> None:
     """Delay the run after `step`, and inject the faults from the environment variable FAULTS.
 
-    The last of several ranks injects each fault once, and records the fault in `folder`. A single rank waits longer.
+    With several ranks, the last rank injects each fault once, and records the fault in `folder`. A single rank injects
+    no faults, but delays the run longer.
     """
     time.sleep(0.01 if size > 1 else 0.5)
     for kind, at in json.loads(os.environ.get("FAULTS", "[]")):

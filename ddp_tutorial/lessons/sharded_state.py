@@ -29,8 +29,8 @@ class Transfer(NamedTuple):
         kind: "all-reduce", "gather" or "scatter".
         nbytes: The number of bytes that this rank sends with a bandwidth-optimal algorithm.
         ranks: The ranks of the process group.
-        start: The time, in seconds, at which the link is free for this transfer.
-        end: The time, in seconds, at which the link has completed this transfer.
+        start: The time, in seconds, at which the link starts this transfer.
+        end: The time, in seconds, at which the link completes this transfer.
     """
 
     kind: str
@@ -197,7 +197,7 @@ def fastest(
 
 
 def local_bytes(tensors: Iterable[torch.Tensor | None]) -> int:
-    """Return the number of bytes that this rank stores, counting each tensor once and only a DTensor's local shard."""
+    """Return the tensors' size in bytes. A repeated tensor counts once, and a DTensor counts as its local shard."""
     once = {id(tensor): tensor for tensor in tensors if tensor is not None}.values()
     return sum((tensor.to_local() if isinstance(tensor, DTensor) else tensor).nbytes for tensor in once)
 
