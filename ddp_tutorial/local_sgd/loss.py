@@ -1,4 +1,4 @@
-"""Compute each rank's loss. After the first call, the ranks do not communicate until the end of a round."""
+"""Compute each rank's loss. After the first step, the ranks exchange losses only at the end of a round."""
 
 from collections.abc import Iterable
 
