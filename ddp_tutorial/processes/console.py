@@ -70,7 +70,7 @@ class RankLog:
 
 
 def _pieces(line: str) -> list[str]:
-    """Split a line into chunks of at most `LONGEST_LINE` characters, as a terminal would display them.
+    """Return a line as a terminal would display it, split into chunks of at most `LONGEST_LINE` characters.
 
     A carriage return overwrites the last chunk of the preceding text. Earlier chunks are complete, and are preserved
     because they have already been displayed.

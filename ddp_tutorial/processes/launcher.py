@@ -275,7 +275,7 @@ class _Rank:
 
 
 class _Ranks:
-    """Context manager for the ranks of one launch, which terminates the ranks when the block exits."""
+    """Context manager that terminates the ranks of one launch when the block exits."""
 
     def __init__(self, nprocs: int, console: Console) -> None:
         self.nprocs = nprocs

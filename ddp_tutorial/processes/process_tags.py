@@ -19,7 +19,7 @@ _END_SECONDS = 10.0
 
 
 def tagged_processes(variable: str, is_ours: Callable[[str], bool]) -> list[psutil.Process]:
-    """Return all other processes whose environment variable `variable` has a value that `is_ours` accepts."""
+    """Return all other processes in which the environment variable `variable` has a value that `is_ours` accepts."""
     found = []
     for process in psutil.process_iter():
         with suppress(psutil.Error, OSError):

@@ -64,7 +64,7 @@ def exit_with(error: BaseException) -> NoReturn:
 
 
 def send_figure(png: bytes) -> None:
-    """Send a PNG image to the parent, which displays the image under the cell, labeled with this rank's number."""
+    """Send a PNG image to the parent, which displays this rank's number and the image under the cell."""
     if _send is not None:
         _send("figure", png)
 

@@ -72,12 +72,12 @@ def has_exited(process: Any) -> bool:
 
 
 def terminate_all(processes: list[Any], mark: str) -> list[Any]:
-    """Terminate the ranks' processes, and all processes that the ranks started, which inherit `MARK=mark`.
+    """Terminate the ranks, and kill the processes with `MARK=mark` in their environment.
 
-    Each rank receives SIGTERM and, after `END_SECONDS` seconds, SIGKILL.
+    Child processes inherit this variable. Each rank receives SIGTERM and, after `END_SECONDS` seconds, SIGKILL.
 
     Returns:
-        The processes that still exist `END_SECONDS` seconds after SIGKILL, for example because they wait for an
+        The ranks' processes that still exist `END_SECONDS` seconds after SIGKILL, for example because they wait for an
         unresponsive NFS server.
     """
     for process in processes:
@@ -129,7 +129,7 @@ def loopback_store(nprocs: int) -> dist.TCPStore | None:
 
 
 def rank_environment(nprocs: int, threads: int, port: int) -> dict[str, str]:
-    """Return the environment variables of OpenMP and torchrun, except RANK and LOCAL_RANK.
+    """Return the environment variables that have the same values on all ranks.
 
     OpenMP reads its variables when torch is imported, so they must be set before the process starts.
     """
