@@ -1,4 +1,4 @@
-"""Run one attempt of a small training run, and kill a rank, make a disk operation fail, or fill the disk.
+"""Run one attempt of a small training run, and inject a failure, such as a killed rank or a full disk.
 
 Failures are injected at named points. A point is the start or end of a phase, or a disk operation such as "fsync
 optimizer.pt" (see `files.observe_disk`).
@@ -139,7 +139,7 @@ class Points:
             waiting.extend(self._shuffled(how, new))
 
     def next(self, how: How) -> tuple[int, str, int]:
-        """Return the rank, the point, and the number of the visit (1 for the first) at which to inject the failure.
+        """Return the rank and the point at which to inject the failure, and the visit number, counted from 1.
 
         If no points are known yet, the returned point is an empty string, which matches any point.
         """
@@ -168,8 +168,8 @@ class Points:
 def ranks_served() -> Iterator[None]:
     """Inside the context, fork all ranks from one server process that has already imported the required modules.
 
-    The server runs in the current directory, and is stopped at the end of the block. A server that is not stopped would
-    run until its parent process, such as a notebook kernel, exits.
+    The server runs in the current directory, and is stopped at the end of the block. Otherwise, the server would run
+    until its parent process, such as a notebook kernel, exits.
     """
     multiprocessing.get_context("forkserver").set_forkserver_preload(_PRELOADED)
     forkserver.ensure_running()

@@ -1,12 +1,12 @@
 """Inject failures into small runs, and check that each run is bitwise identical to an uninterrupted run.
 
 In most attempts, one or both ranks are killed with SIGKILL, or a disk operation fails. The run is then restarted with
-`resume: auto` until it finishes. Every known point, including those reached during saving and resuming (see
-attempts.py), is used once before any point is repeated. Some kills happen at random points instead.
+`resume: auto` until it finishes. Each known failure point (see attempts.py), including points in saving and resuming,
+is used once before any point is repeated. Some kills happen at random points instead.
 
-Between two attempts, the newest checkpoint may be damaged. Some attempts start the ranks on two simulated nodes without
-a shared folder, and the ranks must reject such attempts. Other runs use a disk of a few megabytes that fills up during
-an attempt.
+Before some attempts, the benchmark damages the newest checkpoint. Some attempts start the ranks on two simulated nodes
+without a shared folder, and the ranks must reject such attempts. Other runs use a disk of a few megabytes that fills up
+during an attempt.
 
 After each attempt, the newest valid checkpoint must not be older than the newest published checkpoint, and all
 processes of the attempt must have exited.
@@ -78,7 +78,7 @@ def measure_chaos(
         The report. `attempts` counts the attempts by kind; "no failure" means that no failure was injected. `points`
         counts the distinct (point, failure) pairs. `in_saving` counts the kills during a save, `resumed` counts the
         attempts that started from a checkpoint, and `damaged` counts the damaged checkpoints. `full_disk` contains the
-        method, the number of attempts that failed because the disk was full, and the reason if no real disk was filled.
+        limit (disk or file size), how many attempts failed at the limit, and the reason if no disk was filled.
 
         `bit_equal` is true if the weights, losses and gradient norms of every finished run are identical to those of
         the uninterrupted run. `lost` counts the attempts after which the newest valid checkpoint was too old.
@@ -223,7 +223,7 @@ class _Tally:
 
 
 class _Chaos:
-    """Training runs with injected failures on one disk, in the working directory."""
+    """A series of training runs in the working directory, with injected failures."""
 
     def __init__(
         self,

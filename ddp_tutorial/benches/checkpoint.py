@@ -1,4 +1,4 @@
-"""Measure the training stall that a checkpoint causes, and the speed of writing the checkpoint to disk."""
+"""Measure the training stall that a checkpoint causes, and the time to write the checkpoint to disk."""
 
 import itertools
 import json

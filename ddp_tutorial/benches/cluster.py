@@ -1,8 +1,8 @@
 """Test the scaling model's step-time predictions on simulated hosts, and compare this package's DDP with torch's.
 
-The hosts are Linux network namespaces. The model is fitted to measurements on one host:
+The hosts are Linux network namespaces. The model is fitted to measurements without communication between hosts:
 
-- the computation time of one rank and of two independent ranks, measured in alternation with the steps across hosts;
+- the computation time of one rank and of two independent ranks, measured in alternation with the two-host steps;
 - the fraction of the communication that overlaps with computation, on a simulated link;
 - the cost of a message.
 
@@ -66,7 +66,7 @@ class Measured(NamedTuple):
 
 
 def measure(repeats: int) -> dict[str, Any]:
-    """Measure step and bare all-reduce times at each rate in `RATES`, and step times on many hosts, in milliseconds.
+    """Measure step and all-reduce times in milliseconds at each rate in `RATES`, and step times on many hosts.
 
     The report contains measured and predicted values.
 
@@ -95,7 +95,7 @@ def measure(repeats: int) -> dict[str, Any]:
 def _add(
     samples: Samples, ratios: dict[str, tuple[str, str]], rate: str, bandwidth: float, here: Measured, there: Measured
 ) -> None:
-    """Add the measurements at one rate and the model's predictions."""
+    """Add the measurements and the model's predictions at one rate to `samples` and `ratios`."""
     for name in _BETWEEN:
         samples[f"{name}_{rate}"] = [1e3 * each for each in there.steps[name]]
     repeats = range(len(there.steps["bucket"]))
@@ -111,7 +111,7 @@ def _add_all_reduces(
     link: LinkModel,
     of_ranks: list[dict[int, list[float]]],
 ) -> None:
-    """Add measured and expected all-reduce times on a delayed link. Each measured time is the slower rank's time."""
+    """Add the measured all-reduce times of the slower rank on a link with a delay, and the expected times."""
     for size, nbytes in SIZES.items():
         name = f"allreduce_{size}_{between}"
         samples[name] = [1e3 * max(both) for both in zip(*(taken[nbytes] for taken in of_ranks), strict=True)]

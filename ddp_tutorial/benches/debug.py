@@ -5,18 +5,18 @@ overhead visible, because its steps take about 3 ms. The `_single` arms use the 
 
 The cost of the default detectors is measured in groups of three steps: without detectors ("off"), with the default
 detectors ("default"), and again without detectors ("again"). Every other group runs in reverse order, so that
-background load affects all three steps equally. The cost is the middle step's time minus the mean of the other two.
+background load affects all three steps equally. The cost is the middle step's time minus the mean time of the others.
 
 Periodic checks always run at the same positions within each block of 20 checked steps. The reported cost is the median
 cost at each position, averaged over the 20 positions. A check that runs every 20 steps therefore contributes a
 twentieth of its cost.
 
 The arm `again` is compared with `off` in the same way. Both arms run without detectors, so their difference is the
-measurement error. Arms whose names end in `_cpu` report rank 0's CPU time in the same steps. CPU time excludes waits
-for other ranks, and varies less between steps.
+measurement error. The suffix `_cpu` marks rank 0's CPU time in the steps of the arm without the suffix. CPU time
+excludes waits for other ranks, and varies less between steps.
 
-The arms `watched` and `fingerprinted` cannot alternate with `off` step by step, so they alternate in turns of 20 steps,
-with the same statistics.
+The arms `watched` and `fingerprinted` cannot alternate with `off` step by step, so they alternate in turns of 20 steps.
+Their step time is also computed as the median at each position, averaged over the 20 positions.
 """
 
 import statistics
@@ -106,7 +106,7 @@ class Triple(NamedTuple):
 def _one_by_one(world: World, config: TaskConfig, size: Size, repeats: int) -> tuple[list[Triple], list[Triple]]:
     """Return triples of elapsed times, and triples of this rank's CPU times, in seconds. Collective.
 
-    Each repeat contains `size.rounds` times `_STEPS` steps with the default detectors.
+    Each repeat contains `size.rounds * _STEPS` steps with the default detectors.
     """
     step, taken = make_step(config, world), list[dict[str, tuple[float, float]]]()
     number = 1 - _STEPS  # the number of the next checked step; steps up to 0 are a warm-up

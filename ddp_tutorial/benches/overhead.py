@@ -67,7 +67,7 @@ def measure(repeats: int) -> dict[str, Any]:
 def _alternate(world: World, config: TaskConfig, steps: int) -> dict[str, float]:
     """Return each arm's tokens per second, computed from the arm's median step time. Collective.
 
-    A turn contains `log_every` steps, in which the Trainer performs each periodic action once. Alternating turns ensure
+    A turn contains `log_every` steps, so the Trainer writes its log once per turn. The turns of the arms alternate, so
     that background load affects all arms equally.
     """
     tokens = config.batch_size * config.model.context
@@ -88,7 +88,7 @@ def _alternate(world: World, config: TaskConfig, steps: int) -> dict[str, float]
 
 
 def _observed(trainer: Trainer) -> Callable[[], None]:
-    """Return a function that runs a step of `trainer` and times the phases of that step only, as `train` does."""
+    """Return a function that runs a step of `trainer` and times the step's phases, as `train` does."""
 
     def step() -> None:
         with observe(trainer.record.watch):

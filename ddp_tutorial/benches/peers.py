@@ -49,7 +49,7 @@ def measure(repeats: int) -> dict[str, Any]:
 
 
 def _best_peer(samples: Samples, size: str) -> str:
-    """Return the peer whose speed relative to the plain loop, measured in each repeat, has the highest median."""
+    """Return the peer with the highest speed relative to the plain loop (median of the per-repeat ratios)."""
 
     def ratio(name: str) -> float:
         pairs = zip(samples[f"{name}_{size}"], samples[f"plain_{size}"], strict=True)

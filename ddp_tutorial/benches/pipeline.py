@@ -110,7 +110,7 @@ def _sleepers(stages: int, costs: tuple[float, float]) -> nn.Sequential:
 
 
 def _torchs(world: World, schedule: str, stages: int, costs: tuple[float, float]) -> Callable[[], object]:
-    """Return a function that runs the same step with `torch.distributed.pipelining`.
+    """Return a function that runs the `_measured` arm's step with `torch.distributed.pipelining`.
 
     Torch 2.13 raises an error when it sends a gradient that is not contiguous, such as the gradient of a plain sum.
     Therefore, the loss is a sum of squares.

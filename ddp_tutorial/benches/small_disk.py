@@ -41,7 +41,7 @@ def mount_small_disk(folder: Path, nbytes: int) -> str:
 
 
 def fill_up(folder: Path, free_bytes: int) -> None:
-    """Create a file that fills the disk mounted at `folder` except for `free_bytes` bytes."""
+    """Create a file that leaves only `free_bytes` bytes free on the disk mounted at `folder`."""
     with (folder / _BALLAST).open("wb", buffering=0) as file:
         try:
             while True:

@@ -1,4 +1,4 @@
-"""Compare the speed of data sources during training, reading without training, and resuming far into the data."""
+"""Compare the speed of data sources in training, in reading without training, and in resuming far into the data."""
 
 import tempfile
 import time
