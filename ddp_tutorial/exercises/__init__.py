@@ -242,7 +242,7 @@ def _exercises_of(modules: Sequence[str]) -> Iterator[tuple[str, Exercise]]:
 
 
 def without_annotations(source: str) -> str:
-    """Return `source` without type annotations, because a notebook may not have imported the annotated types."""
+    """Return `source` without type annotations, because a notebook may not have imported the types."""
     lines = source.split("\n")
     spans = []  # (line, column) of the start and end of each annotation
     for node in ast.walk(ast.parse(source)):

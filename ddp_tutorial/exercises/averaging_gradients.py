@@ -34,7 +34,7 @@ class _Routes(nn.Module):
 
 
 def _run_average(world: World, answer: Answer) -> None:
-    """Check two passes. Rank r's input is [r + 1, 0]. In pass 2, the last rank skips the weight `sometimes`."""
+    """Check two averages. Rank r's input is [r + 1, 0]. In the second, the last rank does not use `sometimes`."""
     local = torch.tensor([world.rank + 1.0, 0.0])
     everyone = sum(range(1, world.size + 1)) / world.size
     with_detour = sum(range(1, world.size)) / world.size
@@ -101,7 +101,7 @@ def _average_gradients(world: World, model: nn.Module) -> None:
 
 
 def _with(finish: Callable[[World, nn.Parameter, torch.Tensor], None]) -> Answer:
-    """Return a variant of the solution in which a call of `finish` replaces the all-reduce and the division."""
+    """Return a variant of the solution in which a call to `finish` replaces the all-reduce and the division."""
 
     def answer(world: World, model: nn.Module) -> None:
         for parameter in model.parameters():

@@ -249,7 +249,7 @@ def _shuffled(samples: int, rank: int, size: int, epoch: int) -> Iterator[int]:
 
 
 def _all_to_the_last(samples: int, rank: int, size: int, epoch: int) -> Iterator[int]:
-    """Return all samples on the last rank, and no samples on the other ranks. Such shards are unusual, but correct."""
+    """Return all samples if `rank` is the last rank, and otherwise none. Such shards are unusual, but correct."""
     return iter(range(samples) if rank == size - 1 else ())
 
 

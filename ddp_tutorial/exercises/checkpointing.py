@@ -595,7 +595,7 @@ def _judge(notes: dict[str, dict[int, Any]], durable: int, happened: str) -> int
 
 
 def _damage(folder: Path, chance: random.Random) -> str:
-    """At random, flip one bit of the latest large file or truncate the file. Return a description of the damage."""
+    """Flip a bit of the newest large file, or truncate the file, at random. Return a description of the damage."""
     files = [path for path in folder.rglob("*") if path.is_file() and path.stat().st_size > _NUMBERS]
     path = max(files, key=lambda each: each.stat().st_mtime_ns)
     if chance.random() < 0.5:

@@ -93,7 +93,7 @@ exposed = Exercise(
 
 
 def _samples(latency: float, bandwidth: float, seed: int) -> list[tuple[int, float]]:
-    """Return 200 timings of 8 message sizes. Most timings include a delay, and no timing is below the transfer time."""
+    """Return 200 timings of messages of 8 sizes. Most include a delay, and no timing is below the transfer time."""
     generator = random.Random(seed)
     sizes = [4 * 8**k for k in range(8)]  # 4 bytes to 8 MB
     samples = []

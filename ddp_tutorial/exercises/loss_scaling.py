@@ -108,7 +108,7 @@ def _deciding(
     zeroed: bool = True,
     own_scale: bool = False,
 ) -> Answer:
-    """Return a variant of the solution that skips a step if `decide` is true. The other arguments select mistakes."""
+    """Return a variant of the solution that skips a step if `decide` returns True. The options select mistakes."""
 
     def answer(
         world: World, optimizer: torch.optim.Optimizer, parameters: Sequence[nn.Parameter], scale: float

@@ -35,7 +35,7 @@ _BEGIN += "runpy.run_module('torch.distributed.run', run_name='__main__', alter_
 
 
 class WrongScript(NamedTuple):
-    """A wrong answer that replaces text in the solution's script. `texts` contains alternating old and new text."""
+    """A wrong answer that replaces text in the solution's script. `texts` alternates between old and new text."""
 
     solution: Path
     texts: tuple[str, ...]
