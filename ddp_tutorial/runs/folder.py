@@ -67,7 +67,7 @@ class RunFolder:
 
     @property
     def best(self) -> Path:
-        """The folder that contains the weights from the best evaluation so far, in a subfolder named after the step."""
+        """The folder that contains the weights with the best evaluation so far, in a subfolder named after the step."""
         return self.path / "best"
 
     @property
@@ -77,7 +77,7 @@ class RunFolder:
 
     @property
     def profile(self) -> Path:
-        """The folder that contains the traces of the profiled steps and their timeline."""
+        """The folder that contains the traces and the timeline of the profiled steps."""
         return self.path / "profile"
 
     @property

@@ -203,7 +203,7 @@ class RunRecord:
         return self._inside.__exit__(*error)
 
     def reopen(self) -> None:
-        """Remove the result of an earlier attempt, because the run resumes."""
+        """Remove an earlier attempt's result before training starts or resumes."""
         if self.world.is_main:
             remove_temporary(self.folder.path, _MARK)
             self.folder.result.unlink(missing_ok=True)

@@ -31,8 +31,8 @@ class StepLog:
     def __init__(self, world: World, path: Path, unit: str = "samples", *, events: bool = False) -> None:
         """Create a log without opening its file.
 
-        `unit` is the unit of the loss's count, such as "samples" or "tokens". The log contains the total count in this
-        unit and the rate per second. With `events`, rank 0 also writes TensorBoard events.
+        `unit` is the unit of the `count` passed to `add`, such as "samples" or "tokens". The log contains the total
+        count and the rate per second in this unit. With `events`, rank 0 also writes TensorBoard events.
         """
         self.unit = unit
         self.losses: list[float] = []
@@ -108,7 +108,7 @@ class StepLog:
         )
 
     def rewind(self, step: int, losses: list[float], count: float) -> None:
-        """Rewind the log to `step` of an earlier attempt, so that the next step follows.
+        """Rewind an earlier attempt's log to `step`, so that step `step + 1` can be added.
 
         Later steps are removed from the file, so that no step appears twice. Lines that cannot be parsed are removed as
         well. `losses` and `count` are the losses and the total number of tokens or samples up to `step`.

@@ -391,7 +391,7 @@ def straggler(seconds: Mapping[str, Sequence[float]]) -> dict[str, Any] | None:
 def seconds_of_ranks(in_ranks: Sequence[Mapping[str, Any]]) -> dict[str, list[float]]:
     """Return each rank's time in seconds by phase, summed over evaluations.
 
-    Evaluations with a different world size than the last evaluation are ignored.
+    Evaluations whose world size differs from the last evaluation's world size are ignored.
     """
     by_phase: defaultdict[str, list[list[float]]] = defaultdict(list)
     for each in in_ranks:
@@ -456,7 +456,7 @@ def _setting(config: Mapping[str, Any], name: str) -> Any:
 
 
 def follow(path: Path, is_over: Callable[[], bool], last: int, pause: float = 0.2) -> Iterator[str]:
-    """Yield the last lines of a file, at most `last`, and then each complete new line, until `is_over()` returns true.
+    """Yield at most `last` lines from the end of a file, and then each new complete line until `is_over()` is true.
 
     The file need not exist yet. If the file is replaced, as when a run resumes from a checkpoint, `follow` starts over.
     `pause` is the number of seconds between consecutive reads.
