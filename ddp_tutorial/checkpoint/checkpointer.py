@@ -15,8 +15,8 @@ same state, and therefore which ranks write the state:
     sharded      Each rank holds a shard of every tensor (a DTensor, as in FSDP), or a subset of the full tensors. The
                  shards depend on the world size.
 
-All ranks write to the same folder. If the hosts do not share a disk, pass `shared=False` to `Checkpointer`. With
-`shared=False`, rank 0 reads and writes the files of all ranks, and states are sent over the network.
+By default, all ranks write to the same folder. If the hosts do not share a disk, pass `shared=False` to `Checkpointer`.
+With `shared=False`, rank 0 reads and writes the files of all ranks, and states are sent over the network.
 
 All ranks synchronize at every stage of saving and loading. If one rank fails, all ranks raise an error, and earlier
 checkpoints stay intact. Files are compared with the manifest before any state is restored. Only tensors and plain
@@ -136,7 +136,7 @@ class Checkpointer:
             recover_all(self.folder)
 
     def save(self, step: int, metrics: Mapping[str, float | None] | None = None) -> None:
-        """Write a checkpoint for `step`. With `background`, copy the state and write the copy in a thread.
+        """Write a checkpoint for `step`. With `background`, a thread writes a copy of the state.
 
         The manifest records the metrics. NaN and infinite metrics are stored as None, which counts as worse than any
         number.
@@ -241,8 +241,8 @@ class Checkpointer:
     def _copied(self, parts: Components) -> Components:
         """Copy the states to CPU memory. Tied tensors are copied once.
 
-        The copy reuses the previous copy's memory if the shapes and dtypes match, because allocating new memory takes
-        several times longer.
+        If the shapes and dtypes match, the previous copy is overwritten. Overwriting is several times faster than
+        copying to newly allocated memory.
         """
         values, structure = tree_flatten(parts)
         if len(self._memory) != len(values):
@@ -257,7 +257,7 @@ class Checkpointer:
         return tree_unflatten(copied, structure)
 
     def _read(self, folder: Path, exclude: Sequence[str]) -> tuple[Manifest, list[Callable[[], object]]]:
-        """Verify the checkpoint and read this rank's states. Return the manifest and functions that restore states."""
+        """Verify the checkpoint and read this rank's states. Return the manifest and all restore functions."""
         manifest = self._on_reading_rank(lambda: read_manifest(folder))
         known = {**self.components, **manifest.components}
         if unknown := set(exclude) - set(known):
@@ -326,7 +326,7 @@ class Checkpointer:
 class _Writer:
     """A writer for one checkpoint. Each rank writes its files into a temporary folder, which `publish` renames.
 
-    The method `run` may be called in a thread, so it does not call collectives. `write_sharded` and `publish` call
+    The method `run` calls no collectives, because it may run in a background thread. `write_sharded` and `publish` call
     collectives in the main thread.
     """
 
@@ -433,7 +433,7 @@ class _Writer:
         """Raise an error unless this rank sees the files of all ranks.
 
         Raises:
-            CheckpointError: If a file is missing or has a different size.
+            CheckpointError: If a file is missing, or its size is not the recorded size.
         """
         for file in (file for files in files_of_ranks for each in files.values() for file in each):
             path = self.temporary / file.path

@@ -37,7 +37,7 @@ def compare(first: Path, second: Path) -> dict[str, str]:
 
 
 def _states(folder: Path, manifest: Manifest) -> dict[str, Callable[[], State]]:
-    """Map each file path, or the name of each sharded component, to a function that reads the state.
+    """Map the path of each unsharded file, and the name of each sharded component, to a function that reads the state.
 
     Shards are not compared file by file, because they depend on the number of ranks.
     """

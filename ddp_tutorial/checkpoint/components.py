@@ -34,9 +34,9 @@ class Reshardable(Protocol):
     """A `Stateful` that can also be restored on a different number of ranks."""
 
     def load_resharded(self, states: Sequence[State], step: int) -> None:
-        """Restore this rank's state from the states that were saved at `step`, in rank order.
+        """Restore this rank's state from all states that were saved at `step`.
 
-        `states` contains one state per rank or group of ranks.
+        `states` contains one state per rank or group of ranks, in rank order.
         """
 
 

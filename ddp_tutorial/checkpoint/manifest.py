@@ -266,7 +266,7 @@ def sha256_of_json(content: Mapping[str, Any]) -> str:
 
 
 def differences(before: Mapping[str, Any], now: Mapping[str, Any], prefix: str = "") -> dict[str, tuple[Any, Any]]:
-    """Map the dotted name of each setting that differs between two configs to its values in `before` and `now`.
+    """Return a dict from the dotted name of each changed setting to the setting's values in `before` and `now`.
 
     The value of a missing setting is None.
     """

@@ -112,12 +112,9 @@ def find_resume_point(
 
 
 def _require_newest(world: World, run: Path) -> None:
-    """Raise an error on all ranks if a rank's disk contains a newer checkpoint than rank 0's disk. Collective.
+    """Raise `ConfigError` on all ranks if a rank's disk contains a newer checkpoint than rank 0's disk. Collective.
 
     If rank 0 previously ran on a different host, resuming from its current disk would repeat completed steps.
-
-    Raises:
-        ConfigError: If a rank has a newer checkpoint than rank 0.
     """
     newest = latest(run / CHECKPOINTS)
     steps = all_gather(world, -1 if newest is None else step_of(newest))
@@ -132,11 +129,7 @@ def _require_newest(world: World, run: Path) -> None:
 
 
 def _require_seen(world: World, folder: Path) -> None:
-    """Raise an error on all ranks if a rank does not find the checkpoint that rank 0 found. Collective.
-
-    Raises:
-        ConfigError: If the manifests differ.
-    """
+    """Raise `ConfigError` on all ranks unless every rank finds the same manifest as rank 0. Collective."""
     try:
         mine = (folder / MANIFEST).read_bytes()
     except OSError:
@@ -178,7 +171,7 @@ def _start(run: Path, resume: str, config: Mapping[str, Any], allow: Sequence[st
 def _require_same_settings(
     folder: Path, before: Mapping[str, Any], config: Mapping[str, Any], allow: Sequence[str]
 ) -> None:
-    """Raise an error if settings that affect the computation differ, unless `allow` covers them."""
+    """Raise an error if a setting that affects the computation has changed and is not covered by `allow`."""
     changed = differences(before, config).items()
     differing = {key: values for key, values in changed if not _covers((*_FREE, *allow), key)}
     if differing:

@@ -46,10 +46,9 @@ class Retention:
         self._valid[checkpoint] = metrics.get(self.metric)
 
     def apply(self, written: Path) -> None:
-        """Start a thread that removes the checkpoints that are no longer needed.
+        """Remove old checkpoints in a background thread, because verifying and deleting checkpoints is slow.
 
-        Verifying and deleting checkpoints is slow. Errors are logged, and the next call tries again. The checkpoint
-        that was just `written` is always kept.
+        Errors are logged, and the next call retries the removal. The checkpoint that was just `written` is always kept.
         """
         self.close()
         self._thread = threading.Thread(target=self._run, args=(written,), name="remove checkpoints", daemon=True)

@@ -1,8 +1,8 @@
 """Write the state of a component to files, and read it back.
 
-A flat dict of tensors that the safetensors format supports is written as a safetensors file. Any other state is written
-as a `.pt` file of plain values, which torch loads without executing code. `torch.distributed.checkpoint` writes and
-reads sharded tensors as safetensors files.
+If a state is a flat dict of tensors that the safetensors format supports, it is written as a safetensors file. Any
+other state is written as a `.pt` file of plain values, which torch loads without executing code.
+`torch.distributed.checkpoint` writes and reads sharded tensors as safetensors files.
 """
 
 import warnings
@@ -29,7 +29,7 @@ _SEQUENCES = {list, tuple, torch.Size}
 
 
 def to_plain(name: str, value: Any) -> Any:
-    """Return a copy of `value` that can be loaded without executing code. The copy contains the same tensors.
+    """Return a copy of `value` that can be loaded without executing code. Tensors are not copied.
 
     Instances of subclasses of `int` and `float` are converted to the base class. For example, a schedule that uses
     NumPy produces a learning rate of type `numpy.float64`.
@@ -75,7 +75,7 @@ def write_state(stem: Path, state: State) -> Path:
 
 
 def _without_aliases(state: State) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
-    """Return the tensors without duplicates, and a dict that maps each alias of a tied weight to its first name.
+    """Return the tensors without duplicates, and a dict from each alias of a tied weight to the weight's first name.
 
     `safetensors` rejects tensors that share memory, so the file contains each tensor once, and the metadata contains
     the aliases.
