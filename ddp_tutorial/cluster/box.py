@@ -4,9 +4,8 @@ The server is the first process in its own namespaces, so the kernel kills all p
 server exits. `Cluster` starts the server and sends it requests over a socket, one at a time. To start a process, the
 server forks, and the child enters a host's namespaces. The server exits when its client closes the socket or is killed.
 
-A request is one packet, which the kernel sends completely or not at all, even if the sender is interrupted. A request's
-arguments, which can exceed the maximum packet size of 128 KiB, are stored in an in-memory file that is passed with the
-packet.
+A request is one packet, which the kernel sends completely or not at all, even if the sender is interrupted. The packet
+passes the request's arguments in an in-memory file, because they can exceed the maximum packet size of 128 KiB.
 """
 
 import errno
@@ -56,7 +55,7 @@ def receive(channel: socket.socket) -> tuple[Any, list[int]]:
 
 
 class Box:
-    """Server that creates hosts and starts processes on them in response to requests from a socket."""
+    """Server that creates hosts and starts processes on them in response to requests received from a socket."""
 
     def __init__(self, channel: socket.socket) -> None:
         """Create a server that handles requests from `channel`."""

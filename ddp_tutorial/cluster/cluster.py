@@ -37,7 +37,7 @@ PORT = 29_500  # first port for rendezvous
 
 
 class Cluster:
-    """Cluster of simulated hosts that exist for the duration of a `with` block.
+    """Cluster of emulated hosts that exist for the duration of a `with` block.
 
     All processes on all nodes are killed when the block exits, or when the process that created the cluster is killed.
     """
@@ -56,8 +56,8 @@ class Cluster:
         Args:
             nodes: Number of hosts.
             rate: Limit on each host's send rate and receive rate, such as "1gbit" or "100mbit", or None for no limit.
-            delay: Additional one-way latency of each message, such as "0.5ms", which requires a `rate` of at most 1gbit
-                for two nodes, and at most 480mbit divided by the number of nodes for more than two nodes.
+            delay: Additional one-way latency of each message, such as "0.5ms". With a delay, `rate` must be at most
+                1gbit for two nodes, and at most 480mbit / N for N > 2 nodes.
             shared_folder: Whether all nodes use `folder` as their working directory, instead of a subfolder per node
                 (n0/, n1/, ...).
             folder: Working directory of the nodes.
@@ -267,10 +267,9 @@ class Cluster:
         self._box.ask("signal", number, int(signalled))
 
     def pid_of(self, number: int) -> int | None:
-        """Convert a process ID that `fork` returned to the process ID outside the cluster.
+        """Return the ID that a process started by `fork` has outside the cluster.
 
-        Returns:
-            The process ID, or None if the process has exited.
+        `number` is the ID that `fork` returned. The result is None if the process has exited.
         """
         for process in psutil.Process(self._box.pid).children(recursive=True):
             with suppress(OSError, StopIteration):
@@ -289,7 +288,7 @@ class Cluster:
         """Wait until all processes have exited, and return their results.
 
         Raises:
-            TimeoutError: If a process is still running after `timeout` seconds. The processes still running are killed.
+            TimeoutError: If a process is still running after `timeout` seconds. All `processes` are then killed.
         """
         try:
             wait(processes, timeout)
@@ -330,7 +329,7 @@ class Cluster:
         self._box.ask("connect", node, True)
 
     def kill(self, node: int) -> None:
-        """Simulate a power failure by disconnecting the node's cable and killing all the node's processes at once.
+        """Simulate the node's power failure by disconnecting its cable and killing its processes immediately.
 
         The other nodes are not notified, because the cable is disconnected. A killed node cannot be restarted.
         """

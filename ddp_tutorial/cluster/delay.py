@@ -6,8 +6,8 @@ r"""Delay each network frame that is sent from one host to another.
 
 A frame that the process writes back enters the bridge again. The bridge forwards the frame through the token bucket of
 the destination port. The kernel therefore enforces the rate, and the process enforces only the delay. The process
-replaces Linux's netem, which some kernels do not include, whereas almost all kernels include TAP devices. The process
-reads and writes frames in the kernel's own format, in which a frame may contain several packets with incomplete
+replaces Linux's netem, because some kernels do not include netem, but almost all kernels include TAP devices. The
+process reads and writes frames in the kernel's own format, in which a frame may contain several packets with incomplete
 checksums. Each frame therefore takes about 20 us of CPU time, regardless of its size.
 
 When run as root, the process has real-time priority (SCHED_FIFO). Without root privileges, the process competes with

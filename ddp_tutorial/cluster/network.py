@@ -7,8 +7,8 @@ r"""Create hosts and a network between them. Each host is a Linux network namesp
      eth0          eth0                in the namespaces of n0 and n1, 10.0.0.1 and 10.0.0.2.
 
 A token bucket (tbf, see tc-tbf(8)) at each end of a veth pair limits the rate at which packets leave or enter a host.
-Each host's send rate and receive rate are therefore at most `rate`, as with a real network card. If a delay is set, a
-process first receives the frames that arrive at the bridge; see `delay`.
+Each host's send rate and receive rate are therefore at most `rate`, as with a real network card. If a delay is set,
+frames that arrive at the bridge are first redirected to a process, which delays them; see `delay`.
 
 This module's functions must be called inside namespaces in which the caller has all privileges; see `box`.
 """

@@ -23,12 +23,12 @@ gc.freeze()  # forked ranks share the memory of the current objects until a proc
 
 
 def call_here(call: int, result: int) -> None:
-    """Join the process group as the rank that the environment variables specify, and run the call stored in `call`.
+    """Join the process group as the rank that the environment variables specify, and call the pickled function.
 
     Args:
         call: Descriptor of the file with the pickled call, which all ranks share.
-        result: Descriptor of the file for the outcome: one byte after the rank has joined the process group, followed
-            by the pickled result or exception.
+        result: Descriptor of the file for the outcome. The first byte is written when the rank has joined the process
+            group. The pickled result or exception follows.
     """
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
