@@ -139,7 +139,7 @@ def save_figures(notebook: Any) -> None:
 def execute(notebook: Any, folder: Path) -> None:
     """Run all cells in a new kernel with working directory `folder`, then call `tidy` on the notebook.
 
-    If a cell fails, the kernel's exception is raised.
+    If a cell fails, nbclient raises a `CellExecutionError`.
     """
     from nbclient import NotebookClient
 
@@ -196,7 +196,7 @@ def _static(output: Any) -> Any:
 
 
 def _smaller(png: str) -> str:
-    """Remove an image's alpha channel if the image is fully opaque, which reduces the size by one eighth."""
+    """Remove an image's alpha channel if the image is fully opaque, which reduces the file size by one eighth."""
     from PIL import Image
 
     picture: Image.Image = Image.open(io.BytesIO(base64.b64decode(png)))

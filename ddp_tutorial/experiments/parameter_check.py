@@ -19,7 +19,7 @@ CELL_SECONDS = 60  # timeout for the two cells of one point
 
 
 def resolve(notebook: str, cells: Sequence[str], points: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Return one dict per point, which maps variable names to the configs that the notebook's cells create.
+    """Return a dict for each point, from variable names to the configs that the notebook's cells create.
 
     Args:
         notebook: The notebook's name, for error messages.

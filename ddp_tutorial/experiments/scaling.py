@@ -1,4 +1,4 @@
-"""Predict the step time on more ranks by modeling computation, communication and their overlap.
+"""Predict the step time on any number of ranks by modeling computation, communication and their overlap.
 
 The model is fitted to measurements on one and two ranks. Strong scaling keeps the global batch size constant.
 Additional ranks reduce the computation per rank but not the communication, which limits the speedup (Amdahl, 1967).
@@ -67,12 +67,12 @@ class StepModel:
     def communication(self, ranks: int) -> float:
         """Return the total duration in seconds of a step's all-reduces, including the overlapped part.
 
-        In an all-reduce over p ranks, each rank sends 2 (p - 1) messages, each of which contains 1 / p of the bytes.
+        In an all-reduce over p ranks, each rank sends 2 (p - 1) messages that each contain 1 / p of the bytes.
         """
         return self.buckets * self.link.ring_seconds(self.nbytes / self.buckets, ranks)
 
     def exposed(self, samples: float, ranks: int) -> float:
-        """Return the communication time in seconds that does not overlap with the backward pass."""
+        """Return the duration in seconds of the communication that does not overlap with the backward pass."""
         sending = self.communication(ranks)
         return sending - self.overlap * min(sending, BACKWARD * self.compute(samples, ranks))
 
@@ -87,14 +87,14 @@ class StepModel:
         return self.compute(samples, ranks) + self.exposed(samples, ranks)
 
     def weak_efficiency(self, batch: int, ranks: int) -> float:
-        """Return the throughput for `batch` samples per rank, divided by one rank's throughput and the number of ranks.
+        """Return the throughput for `batch` samples per rank, as a fraction of `ranks` times one rank's throughput.
 
         The efficiency equals one rank's step time divided by the step time on `ranks` ranks.
         """
         return self.seconds(batch) / self.seconds(batch * ranks, ranks)
 
     def on(self, link: LinkModel, faster: float = 1.0, larger: float = 1.0) -> "StepModel":
-        """Return the performance model of the same step for a cluster with one rank per machine.
+        """Return the performance model of this step on a cluster with one rank per machine.
 
         Args:
             link: The link between the machines.

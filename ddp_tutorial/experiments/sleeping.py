@@ -22,7 +22,7 @@ from ddp_tutorial.world import World
 
 @dataclass(frozen=True)
 class Sleeper:
-    """The timing and size of a simulated model, whose forward pass takes a third of the total time.
+    """The timing and size of a simulated model, whose forward pass takes half as long as its backward pass.
 
     Attributes:
         fixed: Time per step in seconds, regardless of the number of samples.

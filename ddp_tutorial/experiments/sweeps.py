@@ -461,7 +461,7 @@ def run_sweep(plan: Plan, timeout: float, report: Callable[[str], object]) -> Ou
         report: A function to call with a line of text for each failure and for the comparison.
 
     Raises:
-        ConfigError: If a different sweep is running in the same folder.
+        ConfigError: If a different sweep is running in the plan's folder.
         SweepInterruptedError: If the sweep is interrupted.
         NotebookError: If the comparison failed.
     """

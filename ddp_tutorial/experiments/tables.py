@@ -151,7 +151,7 @@ def as_text(groups: Sequence[Group], metric: str) -> str:
 
 @dataclass(frozen=True)
 class Effect:
-    """The ratio of two groups' values, or their difference if a value is not positive, with a confidence interval.
+    """The ratio or the difference of two groups' values, with a confidence interval.
 
     Attributes:
         estimate: The median effect over all pairs with one value from each group (Hodges and Lehmann, 1963).
@@ -160,7 +160,7 @@ class Effect:
         confidence: The probability that such an interval contains the true value. With few values, the confidence is
             below 0.95 even if the interval spans all pairs. For two groups of 3 values, for example, the confidence is
             0.90.
-        is_ratio: Whether the effect is a ratio.
+        is_ratio: Whether the effect is a ratio. If a value is not positive, the effect is a difference.
     """
 
     estimate: float
