@@ -21,7 +21,7 @@ from ddp_tutorial.pipeline.schedules import FORWARD, Action, Table, dependencies
 
 
 class Transfer(NamedTuple):
-    """A message between two ranks of a pipeline, which contains an action's output or the output's shape."""
+    """A message that sends an action's output, or the output's shape, from one rank of a pipeline to another."""
 
     action: Action
     source: int

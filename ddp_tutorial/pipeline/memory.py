@@ -27,7 +27,7 @@ class StageCost:
         output: The size in bytes of the stage's output, or 0 for the last stage. The output's gradient has the same
             size.
         parameters: Dict from a parameter's `id` to the parameter's number of elements.
-        trained: Such a dict of the parameters that are not frozen.
+        trained: The entries of `parameters` for trainable parameters only.
     """
 
     activations: int
@@ -56,14 +56,12 @@ class _Through(nn.Module):
     """A module that calls the stages in order, and records each stage's saved bytes and output size."""
 
     def __init__(self, stages: Sequence[Stage], kept: Any) -> None:
-        """Store the stages and the counter of saved bytes."""
         super().__init__()
         self.stages, self.kept = nn.ModuleList(stages), kept
         self.outputs: list[int] = []
         self.ends: list[int] = []
 
     def forward(self, *inputs: Any, **named: Any) -> Any:
-        """Call the stages in order."""
         first, *others = self.stages
         x = first(*inputs, **named)
         for stage in others:

@@ -95,7 +95,7 @@ class Pipeline:
 
     The model starts with rank 0's weights. After construction, a rank needs only its own stages, and `del model` frees
     the other stages. If a parameter, such as a tied embedding, belongs to stages on several ranks, each of these ranks
-    keeps a replica. Each replica receives the sum of the gradients, so the replicas stay identical.
+    keeps a replica. Each replica receives the sum of all replicas' gradients, so the replicas stay identical.
     """
 
     def __init__(

@@ -280,9 +280,9 @@ class StageRunner:
 
 
 def _key(batch: Any) -> str | None:
-    """Return a digest of the batch's shapes and dtypes, and of its other values, on which the activations may depend.
+    """Return a digest of the tensors' shapes and dtypes, and of all other values in the batch.
 
-    The result is None if a value is an object, because equal objects need not have the same text.
+    The result is None if a value is neither a tensor nor a plain value, because the `repr` of equal objects may differ.
     """
     values = list[Any]()
     for leaf in tree_leaves(batch):
@@ -322,7 +322,6 @@ class _CapturedCall(BaseException):
     """
 
     def __init__(self, inputs: tuple[Any, ...], named: dict[str, Any]) -> None:
-        """Store the arguments of the model call."""
         super().__init__()
         self.inputs, self.named = inputs, named
 
@@ -341,32 +340,25 @@ def _inputs_of(loss: Loss, batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]
 
 
 class _FirstStageInput(nn.Module):
-    """A stand-in for the model on the first stage, which raises a `_CapturedCall` with its arguments."""
+    """The first stage's stand-in model, which raises a `_CapturedCall` with the arguments of the model call."""
 
     def forward(self, *inputs: Any, **named: Any) -> None:
-        """Raise a `_CapturedCall` that contains the arguments."""
         raise _CapturedCall(inputs, named)
 
 
 class _LastStageOutput(nn.Module):
-    """A stand-in for the model on the last stage, which returns the stage's output and counts the calls."""
+    """The last stage's stand-in model, which returns the stage's output and counts its own calls."""
 
     def __init__(self, run_stage: Callable[..., Any]) -> None:
-        """Store a function that returns the stage's output for the arguments of the model."""
         super().__init__()
         self.run_stage, self.calls = run_stage, 0
 
     def forward(self, *inputs: Any, **named: Any) -> Any:
-        """Return the output of the stage."""
         self.calls += 1
         return self.run_stage(*inputs, **named)
 
     def check(self) -> None:
-        """Raise an error unless the loss has called the model exactly once.
-
-        Raises:
-            LossError: If the number of calls is not 1.
-        """
+        """Raise `LossError` unless the loss has called the model exactly once."""
         if self.calls != 1:
             raise LossError(
                 f"in a pipeline, the loss function must call the model exactly once, got {self.calls} calls"

@@ -192,7 +192,7 @@ class Plan:
 
     @property
     def bubble(self) -> float:
-        """The fraction of time during which a rank is idle, from 0 to 1, averaged over the ranks."""
+        """The fraction of the makespan during which a rank is idle, averaged over the ranks."""
         busy = sum(timed.end - timed.start for rank in self.ranks for timed in rank)
         return 1 - busy / (len(self.ranks) * self.makespan)
 

@@ -50,7 +50,7 @@ class PipelineStrategy:
     ) -> None:
         """Split the full model, which must be the same on all ranks, into stages. Collective.
 
-        `accumulation` is the number of schedule executions per step, each of which uses new micro-batches.
+        In each step, the schedule runs `accumulation` times, each time with new micro-batches.
         """
         self.micro_batches_per_rank = accumulation * require_even_micro_batches(config)
         self.module, self.world, self.config = model, world, config
