@@ -7,8 +7,8 @@
   collectives on a two-level network.
 - `memory` computes the memory required on a device.
 - `step` combines these results into an estimate.
-- `choice` compares plans. `published` lists training runs that other groups published, and `comparison` compares the
-  predictions with these runs.
+- `choice` compares plans. `published` lists training runs published by other organizations, and `comparison` compares
+  the predictions with these runs.
 
 Importing these modules does not import torch. For example:
 

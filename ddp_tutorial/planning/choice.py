@@ -18,7 +18,7 @@ def choose(model: Transformer, device: Device, network: Network, devices: int, b
 
     Plans are of the same kind if they have the same strategy and the same degrees of tensor and pipeline parallelism.
     The best plan of a kind is the fastest plan that fits or, if no plan fits, the plan that requires the least memory.
-    A plan's global batch size may differ from `batch_tokens` by at most the fraction `BATCH_TOLERANCE`.
+    A plan's global batch size differs from `batch_tokens` by at most `BATCH_TOLERANCE` times `batch_tokens`.
 
     Raises:
         ValueError: If no plan's global batch size is within `BATCH_TOLERANCE` of `batch_tokens`.
@@ -38,7 +38,7 @@ def choose(model: Transformer, device: Device, network: Network, devices: int, b
 
 
 def _order(estimate: Estimate) -> tuple[bool, float]:
-    """Return a sort key that orders fitting plans by time per token, followed by the other plans by memory."""
+    """Return a sort key. Plans that fit are sorted by time per token. The other plans follow, sorted by memory."""
     return not estimate.fits, 1 / estimate.tokens_per_second if estimate.fits else estimate.memory.total
 
 
@@ -47,7 +47,7 @@ def candidates(model: Transformer, network: Network, devices: int, sequences: fl
 
     The degree of tensor parallelism is a power of two, and at most the number of devices per node. The number of
     pipeline stages divides the number of tensor-parallel groups. "zero2", "zero3" and "hsdp" are not combined with a
-    pipeline. A plan's global batch may differ from `sequences` sequences by at most the fraction `BATCH_TOLERANCE`.
+    pipeline. A plan's global batch size differs from `sequences` by at most `BATCH_TOLERANCE` times `sequences`.
     """
     for tensor in _powers(min(network.per_node, model.heads)):
         if devices % tensor or model.heads % tensor:

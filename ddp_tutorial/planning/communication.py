@@ -1,10 +1,10 @@
 """Compute the duration and the traffic of collectives on a two-level network.
 
 A ring over all devices in a group passes through each node once. Steps within a node have the latency of the fast
-domain, and steps between nodes have the latency of the fabric. NCCL runs one ring per network card, so on each node, a
-group can use the network cards of all its devices. An all-reduce can also use a tree, whose latency grows with the
-logarithm of the number of nodes. NCCL chooses the faster algorithm with the same formulas:
-https://github.com/NVIDIA/nccl, src/graph/tuning.cc.
+domain, and steps between nodes have the latency of the fabric. NCCL runs one ring per network card, so a group can
+use the network cards of all its devices simultaneously. An all-reduce can also use a tree, whose latency grows with the
+logarithm of the number of nodes. NCCL itself uses these formulas to choose the faster algorithm (src/graph/tuning.cc in
+https://github.com/NVIDIA/nccl).
 """
 
 import math

@@ -1,8 +1,8 @@
 """Compare predictions with published runs.
 
-The only fitted constant of the model is the fraction of the achievable matrix FLOP/s that training reaches
-(`hardware.REACHED`). `fit` chooses this constant once for all runs, by minimizing the sum of |log(predicted /
-published)|. `Comparison.left_out` is a run's prediction error if the fit excludes that run.
+The performance model's only fitted constant is the fraction of the achievable matrix FLOP/s that training reaches
+(`hardware.REACHED`). `fit` chooses this constant once for all runs, by minimizing the sum of |log(predicted MFU /
+published MFU)|. `Comparison.left_out` is a run's prediction error if the fit excludes that run.
 """
 
 import math
@@ -89,7 +89,7 @@ def _logarithms(run: PublishedRun) -> list[float]:
 
 
 def _best(logarithms: Sequence[Sequence[float]]) -> int:
-    """Return the index of the element of `GRID` with the smallest sum of absolute log ratios over all runs."""
+    """Return the index in `GRID` that minimizes the sum of the absolute logarithms over all runs."""
     return min(range(len(GRID)), key=lambda position: sum(abs(each[position]) for each in logarithms))
 
 

@@ -1,8 +1,8 @@
 """Compute a device's computation time for the forward and backward passes of a micro-batch.
 
-Three kinds of work take time: matrix products, attention, and memory access to activations. Memory traffic, in bytes
-per token, is counted for normalization, rotation of queries and keys, activation, dropout and residual additions. Each
-operation counts as a separate 16-bit kernel.
+Three kinds of work take time: matrix products, attention, and memory access to activations. Memory traffic is
+counted for normalization, rotation of queries and keys, activation functions, residual additions, the scores of unfused
+attention, and the loss. In a layer, each operation counts as a separate kernel with 16-bit values.
 """
 
 from typing import NamedTuple

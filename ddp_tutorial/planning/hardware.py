@@ -51,7 +51,7 @@ class Network:
         name: The name of the network.
         per_node: The number of devices in a fast domain.
         inside: The link from a device to other devices in its domain.
-        across: The link from a device to other domains, with the device's equal share of its node's bandwidth.
+        across: The link from a device to other domains, with an equal share of the node's bandwidth.
         source: The URL of the specification.
     """
 

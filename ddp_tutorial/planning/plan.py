@@ -88,7 +88,7 @@ class Plan:
         return self.interleaving * math.ceil(layers / (self.pipeline * self.interleaving))
 
     def device_parameters(self, parameters: int) -> float:
-        """Return the number of parameters per device before data-parallel sharding, given the model's total."""
+        """Return the number of parameters per device before data-parallel sharding. `parameters` is the total."""
         return parameters / (self.tensor * self.pipeline)
 
     @property

@@ -1,4 +1,4 @@
-"""Training runs that other groups published, with their plans and throughputs.
+"""Training runs published by other organizations, with their plans and throughputs.
 
 The runs were chosen before the first prediction, according to three criteria:
 
@@ -6,13 +6,13 @@ The runs were chosen before the first prediction, according to three criteria:
 - The plan uses only data, tensor and pipeline parallelism.
 - The run computes in bfloat16 or float16.
 
-No run was removed afterward. Two details were later refined based on the sources: the chunks of Llama 3 405B, and
-torchtitan's selective recomputation. `CONTEXT_PARALLEL_RUNS` contains runs that also use context parallelism.
+No run was removed afterward. The number of chunks in Llama 3 405B and the recomputation in torchtitan's runs were later
+refined based on the sources. `CONTEXT_PARALLEL_RUNS` contains runs that also use context parallelism.
 
 These runs were excluded:
 
 - PaLM 540B: its TPU v4 torus has no fast domain inside a slower fabric.
-- OPT-175B: the source states only "up to 147 TFLOP/s", but not the degree of tensor parallelism.
+- OPT-175B: the source states a maximum ("up to 147 TFLOP/s"), but not the degree of tensor parallelism.
 - Llama 2 and OLMo-core: either the parallel degrees or the number of GPUs is not published.
 - Megatron-LM, table 1 (2021) and the README's H100 table: the micro-batch sizes are not published.
 
@@ -56,9 +56,9 @@ class PublishedRun:
         flash_attention: Whether a fused kernel computes attention, without writing the attention matrix to memory.
         device: The device type, which is a key of `DEVICES`.
         devices: The number of devices.
-        fabric: The type of the network between nodes, which contain eight devices each.
+        fabric: The type of network between nodes. Each node contains eight devices.
         fabric_gbit: The bandwidth between nodes in each direction, in Gbit/s per device.
-        fabric_published: Whether the source states `fabric_gbit`, which is a typical value otherwise.
+        fabric_published: Whether the source states `fabric_gbit`. Otherwise, `fabric_gbit` is a typical value.
         zero: The ZeRO stage over the data-parallel ranks, or 0 for DDP.
         data: The number of data-parallel ranks.
         tensor: The number of tensor-parallel ranks.
@@ -250,7 +250,7 @@ def _titan(
     where: str,
     mfu: float | None = None,
 ) -> PublishedRun:
-    """Return a run from torchtitan's tables. All runs use `fully_shard` over all ranks and float32 gradients."""
+    """Return a run from torchtitan's tables. All runs use float32 gradients, and `fully_shard` over all ranks."""
     hopper = device.startswith("H100")
     return PublishedRun(
         name=f"Llama 3 {size}, {devices} {device.split('-', maxsplit=1)[0]}",
@@ -278,7 +278,7 @@ def _titan(
 
 
 def _meta_405b(devices: int, data: int, tflops: float, mfu: float) -> PublishedRun:
-    """Return a run without context parallelism from table 4 of the Llama 3 paper."""
+    """Return a run from table 4 of the Llama 3 paper. The run does not use context parallelism."""
     return PublishedRun(
         name=f"Llama 3 405B, {devices:,} H100",
         year=2024,

@@ -1,7 +1,7 @@
 """Estimate the time and memory of a training step from computation, communication, overlap and the pipeline bubble.
 
 - Computation: matrix products run at `Device.matmul_flops` and fused attention at `attention_fraction` of the peak. The
-  duration of any other operation is its memory traffic divided by the memory bandwidth (`computation`).
+  duration of any other operation is its memory traffic divided by the memory bandwidth.
 - The backward pass takes twice as long as the forward pass (2.5 times for fused attention). Recomputation repeats all
   or part of the forward pass.
 - Tensor parallelism communicates twice per layer in each pass, without overlap.
@@ -193,7 +193,7 @@ def data_parallel(model: Transformer, plan: Plan, network: Network) -> DataParal
 
 
 def _groups(plan: Plan, network: Network) -> tuple[Group, Group, Group]:
-    """Return the group of all data-parallel devices, a group that shards one replica, and a group with equal shards."""
+    """Return the group of all data-parallel devices, a group that shards a replica, and a group with the same shard."""
     shard = shard_size(plan, network)
     return (
         group_of(plan.data, plan.tensor, network.per_node),

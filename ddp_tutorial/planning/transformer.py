@@ -103,8 +103,8 @@ class Transformer:
 
         Args:
             recomputation: "full" stores only the input of a layer. "selective" recomputes the attention scores. "half"
-                recomputes every other matrix product and the operations between matrix products, like torchtitan's
-                selective option "op", and stores about half of the activations.
+                recomputes every other matrix product and the operations between matrix products, and therefore stores
+                about half of the activations. This corresponds to torchtitan's selective option "op".
             tensor: The degree t of tensor and sequence parallelism.
             fused: Whether a fused kernel computes attention. A fused kernel never stores the scores.
         """
