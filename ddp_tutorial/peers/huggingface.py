@@ -22,7 +22,7 @@ class WithLoss(nn.Module):
         self.work, self.model = work, work.model()
 
     def forward(self, num_items_in_batch: Tensor | None = None, **batch: Tensor) -> dict[str, Tensor]:
-        """Return the loss of a batch."""
+        """Return a dictionary with the loss of a batch."""
         total, count = self.work.loss(self.model, batch)
         return {"loss": total / (count if num_items_in_batch is None else num_items_in_batch)}
 
@@ -31,7 +31,7 @@ class Reporting(TrainerCallback):
     """A callback that reports the mean loss logged by the Trainer."""
 
     def __init__(self, work: Work) -> None:
-        """Store `work`, to which the callback reports the loss."""
+        """Store `work`, whose `report` function receives the loss."""
         self.work = work
 
     def on_log(self, *_: Any, logs: dict[str, float], **__: Any) -> None:

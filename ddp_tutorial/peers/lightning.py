@@ -1,4 +1,4 @@
-"""Train with Lightning's Trainer, which runs the loop and requires a module that defines the step."""
+"""Train with Lightning's Trainer, which runs the loop and requires a module that defines the training step."""
 
 from typing import Any
 

@@ -24,7 +24,7 @@ LONG = {0, 2, 4, 6, 8}
 
 
 class Samples(Dataset[Batch]):
-    """A map-style dataset of dictionaries, which all trainers accept."""
+    """A map-style dataset whose samples are dictionaries, a format that all trainers accept."""
 
     def __init__(self, rows: list[Batch]) -> None:
         """Store the samples."""
@@ -94,7 +94,7 @@ class Work:
 
 
 def digits(steps: int = 40, per_rank: int = 16) -> Work:
-    """Return a run that trains the CNN of `examples/digits.py`. BatchNorm uses only each rank's own samples."""
+    """Return a run that trains the CNN of `examples/digits.py`. BatchNorm is not synchronized across ranks."""
     pixels, numbers = example.images("train").tensors
 
     def model() -> nn.Module:
