@@ -29,7 +29,7 @@ def load_ipython_extension(shell: Any) -> None:
 
 
 def unload_ipython_extension(shell: Any) -> None:
-    """Stop the ranks of `%ranks start` when `%unload_ext ddp_tutorial` runs."""
+    """Stop any live ranks when `%unload_ext ddp_tutorial` runs."""
     from ddp_tutorial.live.magics import unload
 
     unload(shell)

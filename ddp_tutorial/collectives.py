@@ -78,8 +78,8 @@ def all_gather(world: World, obj: T) -> list[T]:
 def to_rank_zero(world: World, obj: T) -> list[T]:
     """Gather one object from each rank, and return the list in rank order on rank 0. Collective.
 
-    Return an empty list on all other ranks. The objects must be picklable, and are padded to the size of the largest
-    object.
+    Return an empty list on all other ranks. The objects must be picklable. After pickling, each object is padded
+    to the size of the largest object.
     """
     require_group(world)
     if world.size == 1:
@@ -143,7 +143,7 @@ def run_on_all_ranks(world: World, function: Callable[[], T], error_type: type[E
 
 
 def _picklable(error: Exception) -> Exception:
-    """Return `error` or, if other ranks could not unpickle `error`, a `RankZeroFailedError` that describes it."""
+    """Return `error`, or a `RankZeroFailedError` that describes it if `error` cannot be pickled and unpickled."""
     try:
         pickle.loads(pickle.dumps(error))
     except Exception:
@@ -222,7 +222,7 @@ def assert_same(world: World, tensors: Mapping[str, torch.Tensor], what: str = "
 
 
 def first_difference(of_ranks: Sequence[Mapping[str, object]], first: int = 0) -> tuple[str, str] | None:
-    """Return the name and a description of the first value that differs between ranks, or None if no value differs.
+    """Return the first differing value's name and a description of the difference, or None if all ranks agree.
 
     `first` is the rank that provided `of_ranks[0]`.
     """

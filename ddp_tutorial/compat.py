@@ -1,7 +1,7 @@
 """Wrap private APIs of PyTorch and other libraries, and names that differ between library versions.
 
 Only this module uses private library APIs, so a change to such an API can break only this file. Each entry states why
-the private API is necessary and, if possible, a public fallback in case the library removes the private API.
+the private API is necessary and, if possible, which public fallback could replace it.
 `tests/test_compat.py` tests all entries with PyTorch 2.13.0.
 """
 
@@ -203,7 +203,7 @@ def default_store() -> dist.Store:
 
 
 def group_ranks() -> dict[str, list[int]]:
-    """Return the global ranks of each process group that contains this rank, by group name.
+    """Return the name and the global ranks of each process group that contains this rank.
 
     `get_process_group_ranks` is public, but the list of groups is not. Fallback: return only the default group.
     """
@@ -213,7 +213,7 @@ def group_ranks() -> dict[str, list[int]]:
 
 
 def used_groups() -> set[str]:
-    """Return the names of the process groups in which this rank may have entered a collective.
+    """Return the names of the process groups that this rank may have used for a collective.
 
     Groups whose backend does not count collectives are included. Neither the list of groups nor the number of
     collectives is public. Fallback: return the names of all groups.

@@ -112,7 +112,7 @@ def load_with(source: str | Path, cls: type[SomeConfig], values: Mapping[str, An
 
 
 def layers(source: str | Path, overrides: Iterable[str] = ()) -> list[Layer]:
-    """Return the settings of each file, from the base config to `source`, and then of each override."""
+    """Return one layer per file, from the base config to `source`, followed by one layer per override."""
     files = [(path.name, values) for path, values in _read(find_config(source), seen=())]
     return [*files, *((COMMAND_LINE, _override(override)) for override in overrides)]
 
@@ -165,7 +165,7 @@ def _validated(cls: type[SomeConfig], layers: Sequence[Layer]) -> SomeConfig:
 
 
 def _origin(layers: Sequence[Layer], error: ErrorDetails) -> str:
-    """Return the origin of the last layer with the invalid setting, or of the last file if no layer contains it."""
+    """Return the origin of the last layer that contains the invalid setting, or the last file name if no layer does."""
     place = ".".join(map(str, error["loc"]))
     groups = [[place]] if place else []
     if error["type"] == "value_error":  # raised by a validator of several settings; the message contains their names
@@ -217,7 +217,7 @@ def find_config(source: str | Path) -> Path:
 
 
 def did_you_mean(name: str, known: Sequence[str]) -> str:
-    """Return an error message suffix that suggests the closest name in `known`, or lists all names in `known`."""
+    """Return an error message suffix that suggests a name similar to `name`, or lists `known` if none is similar."""
     close = difflib.get_close_matches(name, known, n=1)
     return f" Did you mean {close[0]!r}?" if close else f" Known: {', '.join(known)}."
 
@@ -334,7 +334,7 @@ def _explain(cls: type[Config], error: ErrorDetails, *, typed: bool) -> str:
 
 
 def _example(field: FieldInfo) -> Any:
-    """Return a field's first example, or its default value. For a group of settings, use the first setting."""
+    """Return a field's first example, or its default value. A group's example contains only its first setting."""
     if field.examples:
         return field.examples[0]
     default = None if field.is_required() else field.get_default(call_default_factory=True)

@@ -14,7 +14,7 @@ from ddp_tutorial.config import ConfigError
 
 
 def cores() -> int:
-    """Return the number of CPU cores that this process may use, which may be fewer than the machine's cores."""
+    """Return the number of CPU cores available to this process, which can be lower than the machine's total."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 

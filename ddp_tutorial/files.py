@@ -32,8 +32,8 @@ LOG = logging.getLogger(__name__)
 def _find_runs() -> Path:
     """Return the folder that contains all runs.
 
-    If the working directory is read-only, print a message and use a folder in the home directory. A notebook kernel
-    then also changes its working directory, because some cells write directly to `runs/...`.
+    If the working directory is read-only, print a message and use a folder in the home directory. In a notebook
+    kernel, also change the working directory, because some cells write directly to `runs/...`.
     """
     named = os.environ.get("DDP_TUTORIAL_RUNS")
     home = Path(os.environ.get("HOME", ""))  # without HOME, Path.home() may raise an error, as in a container
@@ -66,10 +66,10 @@ _observers: tuple[DiskObserver, ...] = ()
 
 @contextmanager
 def observe_disk(observer: DiskObserver) -> Iterator[None]:
-    """Call `observer(operation, path)` before each durable file operation in any thread, until the block ends.
+    """Call `observer(operation, path)` before each disk operation of this package, until the block ends.
 
-    For a rename, `path` is the new name. The observer may raise `OSError` to simulate a failing disk, or terminate the
-    process.
+    The observer runs in the thread that performs the operation. For a rename, `path` is the new name. The observer may
+    raise `OSError` to simulate a failing disk, or terminate the process.
     """
     global _observers
     _observers = (*_observers, observer)
@@ -312,13 +312,13 @@ def locked(folder: Path) -> Iterator[None]:
     The lock is a file in `folder`, and is removed when the block ends. Two mechanisms exclude other processes:
 
     - The kernel's lock on this file. NFS and Lustre may enforce this lock only within one host, and some file systems
-    do not support locks. - The owner that is stored in the file. On the same machine, the owner is valid as long as its
-    process runs. On a
-      different machine, the owner is valid as long as its process touches the file every 5 seconds. Therefore, if a run
-      is killed on one machine, a different machine can resume the run only after 15 seconds.
+      do not support locks.
+    - The lock owner stored in the file. On the owner's machine, the owner is valid until its process exits. On all
+      other machines, the owner is valid while its process touches the file every 5 seconds. Therefore, if a run is
+      killed, a different machine waits for 15 seconds before it locks the folder.
 
     The second mechanism has limits. If processes on two machines lock the folder at the same instant, both processes
-    may succeed. An owner that is suspended for 15 seconds loses the lock.
+    may succeed. An owner that is suspended for 15 seconds can lose the lock to a different machine.
 
     Raises:
         FolderInUseError: If a different process has locked the folder.
@@ -472,7 +472,7 @@ def _touching(fd: int) -> Iterator[None]:
 
 
 def _is_touched(path: Path) -> bool:
-    """Wait for up to three touch intervals, and return whether a process touched or wrote the file.
+    """Wait for up to three touch intervals, and return whether the file was touched, written, or removed.
 
     The file is opened again for each check, so that network file systems query their server.
     """

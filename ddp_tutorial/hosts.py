@@ -37,7 +37,7 @@ class Peer(NamedTuple):
 def interface_to(address: str) -> str | None:
     """Return the name of the network interface that routes to a host name or address. The function sends no data.
 
-    The result is None if the name cannot be determined, or if `address` is a loopback address, because all ranks are
+    Return None if the interface cannot be determined. Also return None for a loopback address, because all ranks are
     then on this host.
     """
     if address in {"", "localhost", "::1"} or address.startswith("127."):
@@ -85,7 +85,7 @@ def peers(rank: int, size: int) -> list[Peer]:
 
 
 def own_address() -> str:
-    """Return the IPv4 address of the interface in GLOO_SOCKET_IFNAME, or this host's name if no address is found."""
+    """Return the IPv4 address of the GLOO_SOCKET_IFNAME interface, or this host's name if there is no such address."""
     name = os.environ.get(GLOO_INTERFACE, "").partition(",")[0]
     found = [each.address for each in psutil.net_if_addrs().get(name, []) if each.family == socket.AF_INET]
     return found[0] if found else socket.gethostname()

@@ -36,7 +36,7 @@ def check_interval(value: Any, least: int) -> Interval:
 
 
 def _epochs(text: str) -> float:
-    """Return the number of epochs, or 0 if `text` is not an interval in epochs."""
+    """Return the number of epochs in the interval `text`, or 0 if `text` is not an interval in epochs."""
     if text == EPOCH:
         return 1.0
     found = re.fullmatch(r"(\d+(?:\.\d+)?) epochs?", text)
@@ -65,7 +65,7 @@ def is_due(step: int, every: float) -> bool:
 
 
 def times_due(steps: int, every: float) -> int:
-    """Count how often an action runs in `steps` steps: once per `every` steps, and after the last step."""
+    """Return the number of times an action runs in `steps` steps, if it runs every `every` steps and at the end."""
     return _ended(steps, every) + (not is_due(steps, every)) if every else 0
 
 

@@ -3,7 +3,7 @@
 The ranks in a row share one replica of the model. The ranks in a column store the same shard.
 
     replicate 2 x shard 3       row 0:  ranks 0 1 2      a replica of the model, one third on each rank
-                                row 1:  ranks 3 4 5      a replica of the model, sharded in the same way
+                                row 1:  ranks 3 4 5      a replica of the model, sharded like row 0
 
 The ranks in a row are consecutive. If the number of ranks per machine equals the row length, the communication within a
 row stays on one machine. Gradients are reduced within a column (such as ranks 0 and 3). With `pipeline`, each rank
@@ -22,7 +22,7 @@ Along = Literal["shard", "pipeline"]
 class MeshConfig(Config):
     """The number of model replicas, and the number of ranks that share a replica.
 
-    A missing number is computed from the number of ranks. If all numbers are missing, all ranks share one replica.
+    A missing number is computed from the world size. If all numbers are missing, all ranks share one replica.
     """
 
     replicate: int | None = Field(None, ge=1, examples=[2], description="Number of replicas of the model.")

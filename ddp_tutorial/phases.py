@@ -1,7 +1,7 @@
-"""Mark the phases of a step with common names, as in `with phase("data"): ...`.
+"""Mark the named phases of a training step, as in `with phase("data"): ...`.
 
-Timing, profiler traces, plots, logs, and injected faults use the same names. Observers receive one event at the start
-of each phase and one event at the end.
+Timings, profiler traces, plots, logs, and injected faults all refer to a phase by its name. Observers receive one event
+at the start of each phase and one event at the end.
 
     with observe(Stopwatch()) as watch:
         with phase("data"):

@@ -115,7 +115,7 @@ class World:
 
 
 def is_launched_rank(environ: Mapping[str, str] = os.environ) -> bool:
-    """Return whether torchrun, or srun with several tasks, started this process.
+    """Return whether torchrun, `launch`, or srun with several tasks started this process.
 
     A launched process is already a rank, and does not launch other ranks.
     """
@@ -182,7 +182,7 @@ def process_group(world: World) -> Iterator[World]:
     If a process group already exists, as in a Ray Train worker, the block uses it. The block does not
     change the group's timeout, and the code that created the group must destroy it.
 
-    Between hosts, gloo uses the network interface that reaches the first host, unless GLOO_SOCKET_IFNAME specifies
+    Between hosts, gloo uses the network interface that routes to rank 0's host, unless GLOO_SOCKET_IFNAME specifies
     a different interface.
 
     In torch 2.13, the first `import torch._dynamo` in a process keeps the current group alive. As a result, gloo's
@@ -193,8 +193,8 @@ def process_group(world: World) -> Iterator[World]:
         RuntimeError: If the existing group has a different size or rank.
         ConfigError: If the existing group has a different backend, or if GLOO_SOCKET_IFNAME specifies an unknown
             interface.
-        LostHostError: If an exception in the block was caused by a rank on a different host. The message contains the
-            host name.
+        LostHostError: If an exception in the block indicates that a rank on a different host timed out or disconnected.
+            The message contains the host name.
     """
     if world.size == 1:
         yield world
@@ -331,7 +331,7 @@ def require_group(world: World) -> None:
 
 
 def _torchrun(environ: Mapping[str, str]) -> dict[str, int] | None:
-    """Return the rank and world size from the variables of torchrun or `launch`, or None if the variables are not set.
+    """Return the ranks and sizes from the variables that torchrun and `launch` set, or None if these are not set.
 
     Raises:
         ConfigError: If only some of the variables are set.
