@@ -37,7 +37,7 @@ PORT = 29_500  # first port for rendezvous
 
 
 class Cluster:
-    """Cluster of emulated hosts that exist for the duration of a `with` block.
+    """Cluster of simulated hosts that exist for the duration of a `with` block.
 
     All processes on all nodes are killed when the block exits, or when the process that created the cluster is killed.
     """
