@@ -53,8 +53,8 @@ def steps_between(name: str, interval: Interval, steps_per_epoch: float | None) 
         return interval
     if steps_per_epoch is None:
         raise ConfigError(
-            f"'{name}' must be a number of steps for a stream, got {interval!r}. The length of a stream, and therefore "
-            "of an epoch, is unknown"
+            f"for a stream, '{name}' must be a number of steps, got {interval!r}. The length of a stream, and "
+            "therefore of an epoch, is unknown"
         )
     return _epochs(interval) * steps_per_epoch
 

@@ -629,7 +629,7 @@ def magics():
         ("restart 1", "restart: unrecognized arguments: 1"),
         ("stop 1", "stop: unrecognized arguments: 1"),
         ("put known unknown", "this notebook has no variable 'unknown'"),
-        ("put 'known", "%ranks put 'known: the quotation marks must be closed"),
+        ("put 'known", "%ranks put 'known: a quotation mark must be closed"),
     ],
 )
 def test_a_rejected_command_changes_nothing(magics, line, said):

@@ -184,6 +184,6 @@ def test_an_invalid_interval_is_rejected_in_one_line() -> None:
         assert (done.returncode, done.stderr.count("\n")) == (2, 1), wrong
         assert "must be a number of steps (at least" in done.stderr, wrong
     stream = call("train", "tiny", "source.kind=streamed", "eval_every=epoch", "--dry-run")
-    assert "'eval_every' must be a number of steps for a stream, got 'epoch'" in stream.stderr
+    assert "for a stream, 'eval_every' must be a number of steps, got 'epoch'" in stream.stderr
     assert stream.returncode == 2
     assert not Path("runs").exists()

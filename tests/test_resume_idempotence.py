@@ -120,7 +120,7 @@ def test_a_trainer_trains_once_and_a_second_call_changes_nothing(capsys: pytest.
     assert "nothing was trained" not in capsys.readouterr().err
     before = tree_of(Path("runs"))
     assert b'"step": 1,' in before["mine/metrics.jsonl"][0]
-    with pytest.raises(ConfigError, match=f"this Trainer has already finished its run, at step {STEPS}"):
+    with pytest.raises(ConfigError, match=f"this Trainer has already finished its run at step {STEPS}"):
         trainer.train()
     assert tree_of(Path("runs")) == before
 

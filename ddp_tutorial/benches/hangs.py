@@ -130,7 +130,7 @@ HANGS: dict[str, Callable[[World, Began], None]] = {
 
 
 def measure_hangs(repeats: int, report: Callable[[str], None] = lambda _: None) -> dict[str, Any]:
-    """Provoke the hangs in `HANGS`, each one `repeats` times, and check the verdicts.
+    """Cause each hang in `HANGS` `repeats` times, and check the verdicts of `launch`.
 
     Args:
         repeats: The number of repeats.

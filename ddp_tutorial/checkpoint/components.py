@@ -141,7 +141,7 @@ def require_unsharded(world: World, components: Mapping[str, Component]) -> None
 class FunctionState:
     """A `Stateful` that wraps two functions, for an object without `state_dict` and `load_state_dict`.
 
-    The function `get` returns the state, and `put` restores the state.
+    `get` returns the state, and `put` restores it.
     """
 
     get: Callable[[], Mapping[str, Any]]

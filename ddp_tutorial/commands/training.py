@@ -232,7 +232,7 @@ def _print_plan(settings: "FaultyConfig", layers: list[configs.Layer], as_json: 
 
 
 def _summary_line(run: Path, summary: dict[str, Any]) -> str:
-    """Return a run's result as text, with the setting that resumes a stopped run."""
+    """Return a run's result as text. If the run was stopped, the text names the setting that resumes it."""
     from ddp_tutorial.ddp.config import LinkConfig
     from ddp_tutorial.ddp.link_model import LinkModel
     from ddp_tutorial.files import RUNS

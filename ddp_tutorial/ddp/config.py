@@ -36,7 +36,7 @@ class CompileConfig(Config):
 
 
 class DDPConfig(Config):
-    """The DDP variant and its options. Options of PyTorch's DDP have the same names as in PyTorch."""
+    """The DDP variant and its options. Options that also exist in PyTorch's DDP have the same names here."""
 
     variant: Literal["naive", "flat", "bucket", "torch"] = Field(
         "torch", description="Which DDP implementation averages the gradients."

@@ -51,7 +51,7 @@ class Finding:
 
 
 class CheckError(FailedError):
-    """Raised on all ranks in the same step if a finding is an error or, in strict mode, for any finding."""
+    """Raised on all ranks in the same step if a finding is an error or, in strict mode, if there is any finding."""
 
     def __init__(self, finding: Finding) -> None:
         """Store the finding, and use its text as the error message."""

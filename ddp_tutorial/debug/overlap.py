@@ -81,7 +81,7 @@ class DataOverlap(Detector):
         )
 
     def on_exchanged(self, step: int, of_ranks: torch.Tensor) -> list[Finding]:
-        """Return a finding if the samples of the ranks overlap."""
+        """Return a finding if the ranks' samples overlap."""
         capacity = self._capacity
         for pending, (count, *numbers) in zip(self._incomplete, of_ranks.tolist(), strict=True):
             pending.extend(numbers[: min(count, capacity)])

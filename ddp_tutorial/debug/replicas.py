@@ -32,15 +32,15 @@ class ReplicaDrift(Detector):
     """Detector of parameters, buffers, optimizer state and optimizer options that differ between ranks.
 
     The detector compares parameters and optimizer state after the first step, and then once per `every` steps, before
-    the update. With `every=1`, the comparison runs after each step. In steps with a comparison, the detector also
-    compares buffers when the first forward pass starts, just after DDP has broadcast them.
+    the update. With `every=1`, the comparison runs after each step. In these steps, the detector also compares
+    the buffers at the start of the first forward pass, just after DDP has broadcast the buffers.
 
     Differences caused by a gradient are detected at the next exchange, and reported with the gradient's step. To detect
     such differences, the ranks compare a sum of the averaged gradients in each step. Other differences, such as an
     option that one rank has changed, are detected up to `every - 1` steps later. The finding then contains the step of
     the detection, and the message contains the last step without a difference.
 
-    A difference in the parameters or the optimizer is an error. A difference in the buffers is only a warning, because
+    A difference in the parameters or the optimizer is an error. A difference in the buffers is only reported, because
     training remains correct. However, a checkpoint contains only rank 0's buffers. The detector does not compare
     sharded state, such as DTensors, shards of `zero`, and the state of `ZeroRedundancyOptimizer` and
     `ShardedOptimizer`. Do not use this detector if ranks update their weights independently, as with local SGD.

@@ -96,9 +96,9 @@ def _expect_sparse_mean(watched: WatchedHook, averaged: torch.Tensor) -> None:
     else:
         found = f"The result must contain {int(exact.ne(0).sum())} nonzero elements, got {int(averaged.ne(0).sum())}"
     raise WrongAnswerError(
-        f"On rank {watched.world.rank}, the first averaged gradient is wrong. Each rank must send only its largest "
-        f"{_FRACTION:.0%} of elements by absolute value. The result must be the average over the ranks, in which the "
-        f"elements that a rank did not send count as zeros. {found}."
+        f"On rank {watched.world.rank}, the first averaged gradient is wrong. Each rank must send only the largest "
+        f"{_FRACTION:.0%} of its elements by absolute value. The result must be the average over the ranks, counting "
+        f"elements that a rank did not send as zeros. {found}."
     )
 
 

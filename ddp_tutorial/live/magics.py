@@ -77,7 +77,7 @@ class RankMagics(Magics):
         try:
             command, *arguments = shlex.split(line) or [""]
         except ValueError:
-            raise MagicError(f"%ranks {line}: the quotation marks must be closed") from None
+            raise MagicError(f"%ranks {line}: a quotation mark must be closed") from None
         if command not in COMMANDS:
             raise MagicError(
                 f"the %ranks command must be one of {', '.join(COMMANDS)}, got {command!r}."

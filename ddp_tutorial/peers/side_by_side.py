@@ -62,7 +62,7 @@ def resume_with(world: World, names: Sequence[str], work: Work, after: int) -> d
     third run starts with a new model and newly seeded random number generators. At least two ranks are required.
 
     Returns:
-        The outcomes of the first and the third run, by name. The third run's `seen` starts with step `after` + 1.
+        The outcomes of the first and third runs, by trainer. The third run's `seen` starts with step `after` + 1.
 
     Raises:
         AssertionError: If a trainer does not resume after step `after`, for example because it starts over.

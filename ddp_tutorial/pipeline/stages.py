@@ -54,7 +54,7 @@ def writable(x: torch.Tensor) -> torch.Tensor:
 
 
 def chain_of(model: nn.Module) -> dict[str, nn.Module]:
-    """Return the modules of a model, by name. Each module takes the output of the previous module.
+    """Return a dict of the model's modules by name. Each module takes the output of the previous module.
 
     Raises:
         ConfigError: If the model has no `chain` method and is not an `nn.Sequential` with the default `forward`.

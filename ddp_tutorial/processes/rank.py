@@ -136,8 +136,8 @@ def run_rank(rank: int, job: RankJob) -> None:
 def initialize_rank(rank: int, output: Descriptor, messages: Descriptor, origin: ParentInfo) -> Sender:
     """Initialize this process as a rank, and return the `Sender` for messages to the parent.
 
-    The rank exits with its parent, ignores interrupts, and writes its output to a pipe. The function `progress` also
-    uses the returned sender.
+    The rank exits when its parent exits, ignores interrupts, and writes its output to a pipe. The function `progress`
+    also uses the returned sender.
     """
     global _send
     _keep_descriptors_from_children()

@@ -77,8 +77,8 @@ def terminate_all(processes: list[Any], mark: str) -> list[Any]:
     Child processes inherit this variable. Each rank receives SIGTERM and, after `END_SECONDS` seconds, SIGKILL.
 
     Returns:
-        The ranks' processes that still exist `END_SECONDS` seconds after SIGKILL, for example because they wait for an
-        unresponsive NFS server.
+        The processes of ranks that still exist `END_SECONDS` seconds after SIGKILL, for example because they are
+        waiting for an unresponsive NFS server.
     """
     for process in processes:
         process.terminate()

@@ -105,7 +105,7 @@ def with_batch_size(config: TaskConfig, ranks: int) -> TaskConfig:
     if "batch_size" in config.model_fields_set and config.batch_size != total:
         raise ConfigError(
             f"'per_device_train_batch_size' {per_device} x {micro_batches} micro-batches x {ranks} ranks = {total} "
-            f"samples per step, but 'batch_size' is {config.batch_size}; remove one of the two settings"
+            f"samples per step, but 'batch_size' is {config.batch_size}. Remove one of the two settings"
         )
     return config.model_copy(update={"batch_size": total, "per_device_train_batch_size": None})
 

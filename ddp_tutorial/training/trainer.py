@@ -206,8 +206,8 @@ class Trainer:
         """
         if self.is_finished:
             raise ConfigError(
-                f"this Trainer has already finished its run, at step {self.step_count}. To train again, create a new "
-                "Trainer. To train longer, set a larger 'steps', resume=auto and resume_allow=[steps]"
+                f"this Trainer has already finished its run at step {self.step_count}. To train again, create a new "
+                "Trainer. To train longer, increase 'steps', and set resume=auto and resume_allow=[steps]"
             )
         with ExitStack() as afterwards, self.record.exclusive():
             afterwards.callback(torch.set_num_threads, self.threads)
@@ -534,7 +534,7 @@ def with_steps(config: SomeTrainConfig, steps_per_epoch: float | None) -> SomeTr
     if "steps" in config.model_fields_set and config.steps != steps:
         raise ConfigError(
             f"'num_epochs' {config.num_epochs:g} x {steps_per_epoch:g} steps per epoch = {steps} steps, but 'steps' is "
-            f"{config.steps}; remove one of the two settings"
+            f"{config.steps}. Remove one of the two settings"
         )
     return config.model_copy(update={"steps": steps, "num_epochs": None})
 
