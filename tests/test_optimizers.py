@@ -92,11 +92,11 @@ def test_without_clipping_and_schedule_the_update_is_the_optimizers_own() -> Non
 WRONG_OBJECTS: list[tuple[dict[str, Any], str]] = [
     (
         {"optimizer": torch.optim.SGD},
-        "or a function that takes the model and returns an Optimizer, got the class SGD: construct it",
+        "or a function that takes the model and returns an Optimizer, got the class SGD: pass an optimizer, as in",
     ),
     ({"optimizer": lambda model: [sgd(model)]}, "got list: use one optimizer with several parameter groups"),
     ({"optimizer": [sgd, sgd]}, "got list: use one optimizer with several parameter groups"),
-    ({"optimizer": "sgd"}, "got str: construct it"),
+    ({"optimizer": "sgd"}, "got str: pass an optimizer, as in"),
     ({"scheduler": ReduceLROnPlateau}, "ReduceLROnPlateau is not supported"),
     (
         {"scheduler": [1]},

@@ -68,9 +68,7 @@ def work(asked: dict[str, Any]) -> None:
 def trainer(options: digits.Options, work: Callable[[dict[str, Any]], None] = work) -> TorchTrainer:
     """Return a Ray `TorchTrainer` for a resumable run, or raise `ConfigError` if `options` do not allow resuming."""
     if not options.name or not options.checkpoint.every or options.checkpoint.background:
-        raise ConfigError(
-            "a Ray run must be resumable. Set 'name' and 'checkpoint.every', and set checkpoint.background=false"
-        )
+        raise ConfigError("a Ray run must be resumable. Set 'name', 'checkpoint.every' and checkpoint.background=false")
     kept = options.checkpoint.keep_last
     checkpoint = options.checkpoint.model_copy(update={"keep_last": ALL})
     options = options.model_copy(update={"resume": "auto", "checkpoint": checkpoint})
