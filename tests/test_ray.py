@@ -163,7 +163,9 @@ def test_a_ray_run_that_loses_a_worker_is_bitwise_identical(workdir: Path, folde
     assert done.returncode == 0, done.stderr + logs_of(folder_of_ray)
     told = json.loads(done.stdout.splitlines()[-1])
 
-    assert all("Set 'name', 'checkpoint.every' and checkpoint.background=false" in message for message in told["refused"])
+    assert all(
+        "Set 'name', 'checkpoint.every' and checkpoint.background=false" in message for message in told["refused"]
+    )
     assert len(told["refused"]) == 3
 
     # What Ray knows: the last checkpoint, where the run has it, its metrics, and as many as are to be kept.
