@@ -38,6 +38,7 @@ JUPYTER := $(JUPYTER:%=tests/test_%.py)
 # Two cores for all groups: threads of a matrix product that wait for one another should sleep. By default they spin, and
 # where something else has one of the cores, two threads then took four to seven times as long as one.
 test-python test-restarts test-jupyter test-notebooks: export OMP_WAIT_POLICY := PASSIVE
+test-python test-restarts test-jupyter test-notebooks: export PYTHONPATH := $(CURDIR)/tests/startup
 
 test-python: $(READY)
 	$(BIN)/python -m pytest $(addprefix --ignore=,$(RESTARTS) $(JUPYTER))
