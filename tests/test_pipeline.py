@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from functools import cache
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -441,7 +442,8 @@ class Length:
 
 def start_of_rows(model: Any, batch: Any) -> tuple[Any, ...]:
     tokens, length = batch
-    return output_squares(model, tokens[:, : length.length if isinstance(length, Length) else len(length)])
+    end = length.length if isinstance(length, Length) else len(length) if isinstance(length, str) else length[0]
+    return output_squares(model, tokens[:, :end])
 
 
 def unusual(world: World) -> dict[str, Any]:
@@ -470,10 +472,10 @@ def unusual(world: World) -> dict[str, Any]:
         patch.setattr(runner_module, "_MOST_KEYS", 2)
         found["lengths"] = [
             [pipeline.backward([(tokens, make(length))] * 2).means() for length in (1, 2, 1, 2, 1, 2)]
-            for make in (Length, lambda length: "ab"[:length])
+            for make in (Length, lambda length: "ab"[:length], lambda length: np.array([length]))
         ]
-        for number in range(9):
-            pipeline.backward([(tokens, f"{number}.")] * 2)
+        for number in range(18):
+            pipeline.backward([(tokens, f"{number // 2}.")] * 2)
         found["keys"] = len(pipeline.runner._seen)
     convolutions = nn.Sequential(nn.Conv2d(2, 3, 3), nn.Conv2d(3, 2, 3)).to(memory_format=torch.channels_last)  # type: ignore[call-overload]
     strategy = PipelineStrategy(convolutions, world, output_squares, PipelineConfig(micro_batches=2))
@@ -535,8 +537,8 @@ def test_ranks_learn_the_new_dtype_of_a_batch() -> None:
 
 def test_ranks_learn_the_shape_that_an_object_or_text_in_a_batch_causes() -> None:
     for rank in unusual_ranks():
-        objects, texts = rank["lengths"]
-        assert objects == texts == objects[:2] * 3
+        objects, texts, arrays = rank["lengths"]
+        assert objects == texts == arrays == objects[:2] * 3
         assert objects[0] != objects[1]
         assert rank["keys"] <= 3
 

@@ -122,6 +122,9 @@ class StageRunner:
         expected = 1 + max(action.micro_batch for action in self.table[self.place])
         if len(batches) != expected:
             raise ValueError(f"the schedule requires {expected} micro-batches, got {len(batches)}")
+        if len(self._seen) > _MOST_KEYS:  # the same on all ranks, because the micro-batches are
+            self._seen.clear()
+            self._shapes.clear()
         step = _Step([_key(batch) for batch in batches])
         self.ran, self.peak = [], 0
         for slot in self._slots[not self._seen.issuperset(step.keys)]:
@@ -130,9 +133,6 @@ class StageRunner:
                 self._execute(step, slot.action, batches[slot.action.micro_batch])
         for work, _ in step.sending:
             work.wait()
-        if len(self._seen) > _MOST_KEYS:  # the same on all ranks, because the micro-batches are
-            self._seen.clear()
-            self._shapes.clear()
         self._seen |= set(step.keys) - {None}
         self.number += 1
         return step.parts
@@ -286,7 +286,7 @@ def _key(batch: Any) -> str | None:
     """
     values = list[Any]()
     for leaf in tree_leaves(batch):
-        if isinstance(leaf, torch.Tensor | np.ndarray):
+        if isinstance(leaf, torch.Tensor):
             values.append((tuple(leaf.shape), str(leaf.dtype)))
         elif leaf is None or isinstance(leaf, str | bytes | int | float | complex | np.generic):
             values.append(leaf)
