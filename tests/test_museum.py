@@ -114,7 +114,10 @@ def test_equal_nan_is_no_alarm_and_a_missing_result_is_one() -> None:
 
 
 def returns_numbers_and_tensors(world: World, folder: Path) -> dict[str, Any]:
-    return {"loss": torch.tensor(1.0) if world.rank else 1.0, "count": 2.0 if world.rank else torch.tensor([2])[0]}
+    return {
+        "loss": torch.tensor(0.7, dtype=torch.float64) if world.rank else 0.7,
+        "count": 2.0 if world.rank else torch.tensor([2])[0],
+    }
 
 
 def returns_different_numbers_and_tensors(world: World, folder: Path) -> dict[str, Any]:

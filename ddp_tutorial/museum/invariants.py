@@ -221,10 +221,9 @@ def _equal(first: Any, second: Any, tolerance: float = _TOLERANCE) -> bool:
     if not all(isinstance(each, torch.Tensor | int | float) for each in (first, second)):
         return bool(first == second)
     if isinstance(first, torch.Tensor) or isinstance(second, torch.Tensor):  # a number equals a tensor without axes
-        first, second = torch.as_tensor(first), torch.as_tensor(second)
-        dtype = torch.promote_types(first.dtype, second.dtype)
+        first, second = _as_tensors(first, second)
         return first.shape == second.shape and torch.allclose(
-            first.to(dtype), second.to(dtype), rtol=tolerance, atol=tolerance, equal_nan=True
+            first, second, rtol=tolerance, atol=tolerance, equal_nan=True
         )
     if isinstance(first, float) or isinstance(second, float):
         both_nan = math.isnan(first) and math.isnan(second)
@@ -232,10 +231,16 @@ def _equal(first: Any, second: Any, tolerance: float = _TOLERANCE) -> bool:
     return bool(first == second)
 
 
+def _as_tensors(first: Any, second: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return a tensor and a tensor or number as tensors of the same dtype. A number is not rounded to float32 first."""
+    dtype = torch.result_type(first, second)
+    return torch.as_tensor(first, dtype=dtype), torch.as_tensor(second, dtype=dtype)
+
+
 def _describe_difference(first: Any, second: Any, of_first: str, of_second: str) -> str:
     numbers = all(isinstance(each, torch.Tensor | int | float) for each in (first, second))
     if numbers and (isinstance(first, torch.Tensor) or isinstance(second, torch.Tensor)):
-        first, second = torch.as_tensor(first), torch.as_tensor(second)
+        first, second = _as_tensors(first, second)
         if first.shape != second.shape:
             return f"{first.numel()} values for {of_first}, {second.numel()} for {of_second}"
         return f"differences of up to {(first - second).abs().max():.2g} between {of_first} and {of_second}"
