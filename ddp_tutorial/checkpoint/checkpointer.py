@@ -127,13 +127,12 @@ class Checkpointer:
         self._memory: list[Any] = []
 
     def recover(self) -> None:
-        """Clean up after a killed run.
+        """Clean up after a killed run. Collective.
 
         Remove unfinished checkpoints, and restore checkpoints whose replacement was interrupted. The caller must
         ensure that no other process saves to the folder, for example with `files.locked`.
         """
-        if self.world.is_main:
-            recover_all(self.folder)
+        decide_on_rank_zero(self.world, lambda: recover_all(self.folder))
 
     def save(self, step: int, metrics: Mapping[str, float | None] | None = None) -> None:
         """Write a checkpoint for `step`. With `background`, a thread writes a copy of the state.

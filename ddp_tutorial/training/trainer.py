@@ -24,7 +24,7 @@ from torch import nn
 from ddp_tutorial.accumulation.loss import LOSS, Loss
 from ddp_tutorial.checkpoint.checkpointer import Checkpointer
 from ddp_tutorial.checkpoint.components import Component, FunctionState, RandomState, Shared, require_unsharded
-from ddp_tutorial.checkpoint.manifest import checkpoint_name
+from ddp_tutorial.checkpoint.manifest import checkpoint_name, step_of
 from ddp_tutorial.checkpoint.resuming import ResumePoint, find_resume_point
 from ddp_tutorial.collectives import any_rank, assert_same, decide_on_rank_zero, digest, from_rank_zero
 from ddp_tutorial.config import ConfigError
@@ -295,7 +295,7 @@ class Trainer:
         if is_found:
             self.checkpoints.recover()
             if self.start.checkpoint is not None:  # `recover` may have renamed it
-                renamed = self.start.checkpoint.with_name(checkpoint_name(self.start.step))
+                renamed = self.start.checkpoint.with_name(checkpoint_name(step_of(self.start.checkpoint)))
                 self.start = replace(self.start, checkpoint=renamed)
         if self.start.checkpoint is not None:
             self.train_step.warm_up()
