@@ -30,7 +30,7 @@ test:  ## all of it: check, unit and process tests, experiments through papermil
 # `make test` runs four groups of tests beside each other, because each waits more than it computes. RESTARTS lists tests
 # that start, kill and resume whole runs, and JUPYTER those that execute notebooks or need a kernel. The lists are chosen
 # so that all groups take about the same time.
-RESTARTS := chaos cli launch live_nodes out_of_memory own_models peers ray restarts resume slurm starting
+RESTARTS := chaos cli launch live_nodes out_of_memory own_models peers ray restarts resume slurm starting zero
 RESTARTS := $(RESTARTS:%=tests/test_%.py)
 JUPYTER := book browser examples exercises kernel live live_ranks notebooks sweeps watch
 JUPYTER := $(JUPYTER:%=tests/test_%.py)

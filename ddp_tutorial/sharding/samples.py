@@ -488,6 +488,7 @@ def as_arrow(paths: Sequence[Path], folder: Path) -> list[Path]:
 
     Parquet files are compressed, so they cannot be memory-mapped. The Arrow files are stored in a subfolder of
     `folder`. The subfolder's name is a digest of the Parquet files' paths, sizes, and modification times.
+    The Arrow files of an earlier version are not removed.
 
     Raises:
         ConfigError: If a Parquet file cannot be read.
