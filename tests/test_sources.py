@@ -22,9 +22,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch.multiprocessing.spawn import spawn
-from torch.utils.data import IterableDataset, get_worker_info
+from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
-from ddp_tutorial.compat import tree_flatten
+from ddp_tutorial.compat import tree_flatten, worker_processes
 from ddp_tutorial.config import ConfigError
 from ddp_tutorial.processes.launcher import RankError, launch
 from ddp_tutorial.sharding import dispatched, sharded, sources
@@ -822,6 +822,30 @@ def test_workers_of_two_ranks_draw_different_numbers_and_exit() -> None:
         assert rank["state"] == {"cursor": 2 * BATCH}
         assert rank["left"] == ([], [])
     assert all_differ([each for rank in ranks for each in rank["noise"]])
+
+
+def share_storages(_: object) -> int:
+    """Start a thread that shares storages, as the thread that sends a worker's batches does."""
+
+    def share() -> None:
+        while True:
+            torch.UntypedStorage(8)._share_fd_cpu_()
+
+    threading.Thread(target=share, daemon=True).start()
+    return 0
+
+
+def exit_codes_of_workers(world: World) -> list[int | None]:
+    workers = WorkerBatches(DataLoader(range(8), collate_fn=share_storages, num_workers=2))
+    next(workers)
+    processes = worker_processes(workers._batches)
+    workers.close()
+    return [process.exitcode for process in processes]
+
+
+@pytest.mark.spawned
+def test_a_worker_that_is_sending_a_batch_when_it_is_stopped_exits_cleanly() -> None:
+    assert launch(exit_codes_of_workers, 1, device="cpu", echo=False, timeout=80) == [[0, 0]]
 
 
 @forking

@@ -5,6 +5,7 @@ send a termination signal to all processes of a job. However, a rank that saves 
 its workers.
 """
 
+import atexit
 import logging
 import multiprocessing
 import os
@@ -197,7 +198,17 @@ def _initialize(requests: Connection, _: int) -> None:
     for number in _NOT_FOR_WORKERS:
         signal.signal(number, _ignore_signals)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, _NOT_FOR_WORKERS)
+    atexit.register(_exit_without_finalizing)
     threading.Thread(target=_exit_on_request, args=(requests,), name="exit on request", daemon=True).start()
+
+
+def _exit_without_finalizing() -> None:
+    """Exit before Python finalizes the interpreter. Only spawned workers call this function.
+
+    The thread that sends batches may still be running PyTorch code. If that code returns during finalization, the
+    worker aborts with the message "terminate called without an active exception", and its rank fails.
+    """
+    os._exit(0)
 
 
 def _ignore_signals(number: int, frame: object) -> None:
