@@ -1,8 +1,11 @@
-"""Helpers that several tests run on a rank."""
+"""Helpers that several tests use, many of them on ranks."""
 
+import random
+import socket
 import sys
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 import psutil
@@ -36,6 +39,17 @@ def is_gone(pid: int) -> bool:
         return psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:
         return True
+
+
+def free_port() -> int:
+    """Return a free port outside the range from which the kernel assigns ports, so that no other process gets it.
+
+    Linux assigns ports from 32768 on. The tests that run at the same time open hundreds of those.
+    """
+    while True:
+        port = random.SystemRandom().randrange(10_000, 32_000)
+        with suppress(OSError), socket.create_server(("127.0.0.1", port)):
+            return port
 
 
 def watched(link: Any) -> list[Transfer]:

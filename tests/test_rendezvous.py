@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 
 from ddp_tutorial.processes.process_tags import TORCHRUN, kill_torchrun, tagged_processes
+from ranks import free_port
 
 MARK = f"test_rendezvous of {os.getpid()}"
 
@@ -24,11 +25,6 @@ MARK = f"test_rendezvous of {os.getpid()}"
 def nothing_is_left() -> Iterator[None]:
     yield
     assert tagged_processes(TORCHRUN, MARK.__eq__) == []
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        return probe.getsockname()[1]
 
 
 def meeting(how: str, port: int, node: int, **options: float) -> list[str]:
@@ -72,6 +68,7 @@ def failed(agents: dict[str, "subprocess.Popen[str]"]) -> dict[str, str]:
     finally:
         for each in agents.values():
             kill_torchrun(each, MARK)
+            each.communicate()  # close the pipes
     return said
 
 
@@ -125,6 +122,7 @@ def test_a_late_node_is_waited_for_and_all_ranks_see_the_same_world(workdir: Pat
     finally:
         for each in agents.values():
             kill_torchrun(each, MARK)
+            each.communicate()  # close the pipes
     assert {which: each.returncode for which, each in agents.items()} == dict.fromkeys(agents, 0), said
     for names in (("none.0", "none.1"), ("test.0", "test.1")):  # the job's id, which --rdzv-id sets, and the rank
         told = [json.loads((workdir / name).read_text()) for name in names]

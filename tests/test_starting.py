@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from ddp_tutorial import ConfigError, RankError, World, rank_zero_first, run
-from ranks import TORCHRUN
+from ranks import TORCHRUN, free_port
 
 SCRIPT = """
 import os
@@ -94,8 +94,7 @@ def test_a_script_behaves_the_same_under_python_and_torchrun(script: Path) -> No
 
 def test_under_slurm_each_task_is_one_rank(script: Path) -> None:
     """The variables are those of `srun --ntasks 2`."""
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        port = str(probe.getsockname()[1])
+    port = str(free_port())
     loopback = next(name for _, name in socket.if_nameindex() if name in {"lo", "lo0"})
     step = {"SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "2", "SLURM_STEP_TASKS_PER_NODE": "2", "SLURM_NODEID": "0"}
     meet = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "GLOO_SOCKET_IFNAME": loopback, "OMP_NUM_THREADS": "1"}
