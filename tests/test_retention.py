@@ -13,7 +13,7 @@ from ddp_tutorial.checkpoint.components import Component, FunctionState
 from ddp_tutorial.checkpoint.manifest import checkpoint_name, list_checkpoints, read_manifest, verify
 from ddp_tutorial.checkpoint.resuming import latest_valid
 from ddp_tutorial.checkpoint.storage import read_state
-from ddp_tutorial.files import observe_disk
+from ddp_tutorial.files import observe_disk, replaced_path
 from ddp_tutorial.world import World
 from disk import Point, failing, noting
 from ranks import error_of
@@ -146,6 +146,23 @@ def test_a_kill_while_saving_a_step_again_leaves_a_valid_checkpoint(tmp_path: Pa
         assert newest(copy) == seen[-1]
     assert seen == sorted(seen)
     assert set(seen) == {1, 2}
+
+
+@pytest.mark.parametrize("damaged", [(), (1,), (0,), (0, 1)])
+def test_of_an_interrupted_replacement_the_newest_intact_checkpoint_is_kept(
+    damaged: tuple[int, ...], tmp_path: Path
+) -> None:
+    checkpointer = Checkpointer(tmp_path, {"part": Component(Counting())}, World())
+    checkpointer.save(1)
+    new = tmp_path / checkpoint_name(1)
+    old = shutil.copytree(new, tmp_path / "kept")
+    checkpointer.save(1)
+    old.rename(replaced_path(new))
+    for which in damaged:
+        spoil((replaced_path(new), new)[which])
+    checkpointer.recover()
+    assert [path.name for path in tmp_path.iterdir()] == [new.name]
+    assert newest(tmp_path) == {(): 2, (0,): 2, (1,): 1, (0, 1): 0}[damaged]
 
 
 def test_a_disk_failure_while_saving_a_step_again_leaves_a_valid_one(tmp_path: Path) -> None:

@@ -22,7 +22,7 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from ddp_tutorial.config import FailedError
-from ddp_tutorial.files import notify_observers, recover, remove_temporary
+from ddp_tutorial.files import notify_observers, recover, remove, remove_temporary
 
 SCHEMA = 1
 MANIFEST = "manifest.json"
@@ -140,11 +140,15 @@ def _has_manifest(folder: Path) -> bool:
 def recover_all(parent: Path) -> None:
     """Remove a killed process's unfinished checkpoints from `parent`, and finish or undo interrupted replacements.
 
+    If the new checkpoint of a replacement is damaged and the old checkpoint is intact, the old checkpoint is restored.
     Call this function only if no other process is saving to `parent`.
     """
-    for path in parent.glob(".step_*.old"):
-        if match := _REPLACED.fullmatch(path.name):
-            recover(parent / checkpoint_name(int(match[1])))
+    for old in parent.glob(".step_*.old"):
+        if match := _REPLACED.fullmatch(old.name):
+            new = parent / checkpoint_name(int(match[1]))
+            if new.exists() and verify(new) and not verify(old):
+                remove(new)
+            recover(new)
     remove_temporary(parent, "step_*")
 
 
