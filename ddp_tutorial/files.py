@@ -290,6 +290,8 @@ def new_directory(parent: Path, name: str, mode: int = 0o777) -> Path:
 
 _LOCK = ".lock"  # the name of the lock file in a locked folder
 _TOUCH_SECONDS = 5.0
+# Seconds that a process may hold the lock in `is_locked`. The system may suspend the process at that moment.
+_READER_SECONDS = 30.0
 
 
 class FolderInUseError(ConfigError):
@@ -370,12 +372,13 @@ def _open_lock(path: Path) -> int:
     Raises:
         FolderInUseError: If a different process holds the lock.
     """
-    deadline = time.monotonic() + 0.2
+    began = time.monotonic()
     while True:
         fd = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
         try:
             if _flock(fd, fcntl.LOCK_EX) and _is_at(fd, path):
                 return fd
+            is_owned = not _flock(fd, fcntl.LOCK_SH)  # succeeds if only `is_locked` holds the lock
         except OSError as error:  # some network file systems do not support locks
             LOG.warning(
                 "%s is on a file system without locks (%s). Do not start two runs in one folder at the same time.",
@@ -384,7 +387,7 @@ def _open_lock(path: Path) -> int:
             )
             return fd
         os.close(fd)  # `is_locked` holds the lock for an instant, or the file has just been removed
-        if time.monotonic() > deadline:
+        if time.monotonic() - began > (0.2 if is_owned else _READER_SECONDS):
             raise _in_use(path)
         time.sleep(0.01)
 

@@ -178,6 +178,18 @@ def test_looking_at_a_folder_never_prevents_a_run_from_locking_it(tmp_path: Path
         pass
 
 
+def test_a_reader_that_is_suspended_for_a_moment_does_not_prevent_a_run_from_locking(tmp_path: Path) -> None:
+    with (tmp_path / ".lock").open("wb") as reader:
+        fcntl.flock(reader, fcntl.LOCK_SH)  # as in `is_locked`
+        resumed = threading.Timer(0.5, fcntl.flock, (reader, fcntl.LOCK_UN))
+        resumed.start()
+        try:
+            with locked(tmp_path):
+                pass
+        finally:
+            resumed.join()
+
+
 @pytest.mark.parametrize("number", [errno.ENOLCK, errno.EOPNOTSUPP, errno.EBADF])
 def test_a_run_without_file_locks_continues_and_logs_one_line(
     number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
