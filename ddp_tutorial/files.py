@@ -488,8 +488,8 @@ def _is_touched(path: Path) -> bool:
             return None
         return found.st_mtime_ns, found.st_size
 
-    before, deadline = seen(), time.monotonic() + 3 * _TOUCH_SECONDS
-    while time.monotonic() < deadline:
+    before = seen()
+    for _ in range(15):  # a deadline would also pass while this process is suspended
         time.sleep(_TOUCH_SECONDS / 5)
         if (now := seen()) is None or now != before:
             return True

@@ -13,6 +13,7 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import chdir, contextmanager
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -269,6 +270,20 @@ def test_an_owner_on_a_different_machine_counts_while_it_touches_the_file(
         assert not is_locked(tmp_path)
         with locked(tmp_path):
             pass
+
+
+@pytest.mark.usefixtures("flock_lets_everybody_in")
+def test_a_process_that_is_suspended_during_the_wait_still_sees_the_touch(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as there:
+        there.setattr(files, "_machine", lambda: "another machine")
+        with locked(tmp_path):
+            there.undo()
+            # As if this process were suspended between any two readings of the clock.
+            monkeypatch.setattr(time, "monotonic", map(float, count(step=100)).__next__)
+            with pytest.raises(FolderInUseError), locked(tmp_path):
+                pass
 
 
 @pytest.mark.usefixtures("flock_lets_everybody_in")
