@@ -770,6 +770,23 @@ def test_processes_that_start_during_a_kill_are_killed_too(monkeypatch):
     assert killed == ["first", "started meanwhile"]
 
 
+def test_a_process_that_is_about_to_execute_its_program_is_found(monkeypatch):
+    """Until the kernel has loaded the program, the environment and the command line are empty."""
+    environ, cmdline, early = psutil.Process.environ, psutil.Process.cmdline, iter(range(2))
+
+    def early_environ(process):
+        return {} if process == started and next(early, None) is not None else environ(process)
+
+    monkeypatch.setattr(psutil.Process, "environ", early_environ)
+    monkeypatch.setattr(psutil.Process, "cmdline", lambda process: [] if process == started else cmdline(process))
+    with subprocess.Popen(["sleep", "300"], env=os.environ | {"VARIABLE": "tag"}) as sleeping:
+        started = psutil.Process(sleeping.pid)
+        try:
+            assert process_tags.tagged_processes("VARIABLE", "tag".__eq__) == [started]
+        finally:
+            sleeping.kill()
+
+
 # --- what cannot be sent ------------------------------------------------------------------------------------------
 
 

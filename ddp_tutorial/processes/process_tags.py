@@ -16,6 +16,7 @@ import psutil
 
 TORCHRUN = "DDP_TUTORIAL_TORCHRUN"  # the variable that tags a torchrun agent and its ranks
 _END_SECONDS = 10.0
+_EXEC_SECONDS = 1.0
 
 
 def tagged_processes(variable: str, is_ours: Callable[[str], bool]) -> list[psutil.Process]:
@@ -23,9 +24,22 @@ def tagged_processes(variable: str, is_ours: Callable[[str], bool]) -> list[psut
     found = []
     for process in psutil.process_iter():
         with suppress(psutil.Error, OSError):
-            mark = process.environ().get(variable)
+            mark = _environment_of(process).get(variable)
             if mark and process.pid != os.getpid() and is_ours(mark) and process.status() != psutil.STATUS_ZOMBIE:
                 found.append(process)
+    return found
+
+
+def _environment_of(process: psutil.Process) -> dict[str, str]:
+    """Return the environment of a process.
+
+    While a process replaces its program (`execve`), its environment and its command line are empty for a moment, or for
+    longer on a busy machine. The function waits at most one second for that moment to end. The kernel's own threads
+    have no environment either, but they have no program.
+    """
+    deadline = time.monotonic() + _EXEC_SECONDS
+    while not (found := process.environ()) and not process.cmdline() and process.exe() and time.monotonic() < deadline:
+        time.sleep(0.001)
     return found
 
 
