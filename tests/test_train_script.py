@@ -823,7 +823,8 @@ def test_waiting_ranks_are_reported_and_terminated(tmp_path, monkeypatch):
     with Torchrun(tmp_path / "sleeps.py", 2, "on", folder=tmp_path) as run:
         assert run.wait(lambda printed: printed.count("\n") == 2) is None
         assert [int(rank.environ()["RANK"]) for rank in run.ranks()] == [0, 1]
-        assert len(marked(run.mark)) == 5  # torchrun, two ranks, and a process of each
+        # torchrun, two ranks, and a process of each, which may still be about to execute its program
+        assert wait_until(lambda: len(marked(run.mark)) == 5)
         monkeypatch.setattr(torchrun, "STUCK_SECONDS", 0.5)
         # both may have printed at the same time: "step 1step 1\n\n"
         last = r"Your script last printed '(step 1)+'. The ranks then made no progress for 0.5 s"
