@@ -7,6 +7,7 @@ import struct
 import threading
 import time
 from itertools import pairwise
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -246,6 +247,7 @@ def test_characters_that_the_output_cannot_encode_do_not_stop_a_launch():
     assert out.buffer.getvalue() == b"[rank 0] Z?rich\n"
 
 
+@pytest.mark.usefixtures("clock")
 def test_a_redirected_terminal_gets_all_lines_without_a_bar(capsys):
     terminal = TerminalConsole()
     terminal.progress(1, 10, {"loss": 2.0})
@@ -255,11 +257,19 @@ def test_a_redirected_terminal_gets_all_lines_without_a_bar(capsys):
     assert capsys.readouterr() == ("[rank 0] beside the bar\n", "")
 
 
-def test_a_redirected_terminal_gets_lines_of_progress_at_intervals(capsys, monkeypatch):
-    monkeypatch.setattr(console, "PROGRESS_SECONDS", 1.0)
+@pytest.fixture
+def clock(monkeypatch):
+    """The clock of the consoles, which the test sets: a real one advances while this process is suspended."""
+    set_by_test = SimpleNamespace(now=100.0)
+    monkeypatch.setattr(console, "time", SimpleNamespace(monotonic=lambda: set_by_test.now))
+    return set_by_test
+
+
+def test_a_redirected_terminal_gets_lines_of_progress_at_intervals(capsys, clock):
     terminal = TerminalConsole()
+    clock.now += 0.9 * console.PROGRESS_SECONDS
     terminal.progress(1, 10, {"loss": 2.0})
-    time.sleep(1.1)
+    clock.now += 0.2 * console.PROGRESS_SECONDS
     terminal.progress(2, 10, {"loss": 1.5, "tokens_per_second": 1234.5})
     terminal.progress(3, 10, {"loss": 1.0})
     terminal.close([])
@@ -298,7 +308,7 @@ class Area:
 
 
 @pytest.fixture
-def area(monkeypatch):
+def area(monkeypatch, clock):
     shown = Area()
     monkeypatch.setattr("IPython.display.display", lambda bundle, **options: shown)
     monkeypatch.setattr(console, "LIVE_SECONDS", 0.0)
