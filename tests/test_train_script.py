@@ -363,7 +363,7 @@ sys.stderr = open(f"stderr_{os.environ['RANK']}.txt", "w", buffering=1)  # the s
 take_step = train.train_step
 def train_step(*arguments):
     if train.torch.initial_seed() // 2**20 == 3 and os.environ["RANK"] == "1":
-        time.sleep(26)
+        for _ in range(2000): os.path.exists("hung/collectives_rank_0.json") or time.sleep(0.1)
     return take_step(*arguments)
 train.train_step = train_step
 os._exit(train.run(train.parse_args()))
