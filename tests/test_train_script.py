@@ -286,9 +286,21 @@ def imported(number):
     return script
 
 
+# torchrun chooses the port of rank 0's store seconds before rank 0 opens it. No other process gets these ports.
+TORCHRUN = f"""
+import sys
+sys.path.append({str(Path(__file__).parent)!r})
+from ranks import free_port
+from torch.distributed import run
+from torch.distributed.elastic.rendezvous import api
+api.get_free_port = free_port
+run.main()
+"""
+
+
 def train(folder, nprocs, name, *options, script="train.py", restarts=0):
     """Run a script under torchrun."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={nprocs}"]
+    command = [sys.executable, "-c", TORCHRUN, "--standalone", f"--nproc-per-node={nprocs}"]
     command += [f"--max-restarts={restarts}", script, name, f"--data={DATA}", "--steps=32", "--every=8"]
     command += ["--dropout=0.2", "--workers=0", "--cpu", *options]
     environment = os.environ | {"OMP_NUM_THREADS": "1", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
