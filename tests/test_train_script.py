@@ -852,7 +852,8 @@ def test_an_error_is_shown_with_its_line_and_an_endless_run_is_aborted(tmp_path,
         assert run.error() == "ValueError: on purpose (line 6 of your script)"
     assert marked(run.mark) == []  # including the processes of the rank
     monkeypatch.setattr(torchrun, "LIMIT_SECONDS", 0.1)
-    run = Torchrun(tmp_path / "sleeps.py", 1, "on", folder=tmp_path)
+    (tmp_path / "silent.py").write_text("import time; time.sleep(300)")
+    run = Torchrun(tmp_path / "silent.py", 1, folder=tmp_path)
     with run, pytest.raises(WrongAnswerError, match="printed nothing, and did not exit within"):
         run.wait()
     assert marked(run.mark) == []
