@@ -38,6 +38,7 @@ from ddp_tutorial.figures import plots
 from ddp_tutorial.phases import phase
 from ddp_tutorial.processes.launcher import launch
 from ddp_tutorial.world import World
+from ranks import wait_until
 
 # --------------------------------------------------------------------------------------------------- arithmetic
 
@@ -134,11 +135,13 @@ def one_step(model: Any) -> None:
         model.finish()
 
 
+def wait_for_a_transfer(recorder: Recorder) -> None:
+    assert wait_until(lambda: any(span.lane == LINK for span in recorder.spans))
+
+
 def record_a_step(world: World, variant: str, slow: bool) -> Timeline:
     torch.manual_seed(0)
     module = nn.Sequential(*[nn.Linear(128, 128) for _ in range(12)])
-    for layer in module:  # long enough that a busy machine does not turn the order of things around
-        layer.register_full_backward_hook(lambda *_: time.sleep(0.02))
     link = LinkConfig(latency_ms=2, megabytes_per_second=50) if slow else None
     options = {"bucket_cap_mb": 0.1} if variant in {"bucket", "torch"} else {}
     model = data_parallel(module, world, DDPConfig(variant=variant, simulated_link=link, **options))  # type: ignore[arg-type]
@@ -146,6 +149,9 @@ def record_a_step(world: World, variant: str, slow: bool) -> Timeline:
         one_step(model)
         module.zero_grad()
     with record_torch() if model.link is None else record(model.link) as recorder:
+        if model.link is not None and variant in {"bucket", "torch"}:
+            # The backward pass waits for the first transfer, because a busy machine may suspend the other rank.
+            module[1].register_full_backward_hook(lambda *_: wait_for_a_transfer(recorder))
         one_step(model)
     return gather(world, recorder)
 
