@@ -6,6 +6,7 @@ import inspect
 import re
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -310,6 +311,19 @@ def test_ranks_wait_for_a_computing_rank_without_a_limit() -> None:
     kinds = launch(busy_for_a_while, 2, device="cpu", echo=False, timeout=300)
     assert all(kind in {"slow", "none"} for each in kinds for kind in each)
     assert "slow" in kinds[0]
+
+
+@pytest.mark.parametrize(("waited", "is_busy"), [(0.0, False), (0.1, False), (0.29, True)])
+def test_a_rank_whose_main_thread_waits_for_a_core_computes(
+    waited: float, is_busy: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Beside 16 busy processes on one core, a rank that computed used 1 to 4 % of the time, and waited the rest."""
+    schedstat = f"/proc/self/task/{threading.main_thread().native_id}/schedstat"
+    lines = [f"1000 {int(5e9 + 1e9 * seconds)} 7\n" for seconds in (0.0, waited)]
+    monkeypatch.setattr(hangs.Path, "read_text", lambda path: lines.pop(0) if str(path) == schedstat else "")
+    monkeypatch.setattr(hangs.time, "process_time", lambda: 5.0)
+    assert hangs.uses_cpu() == is_busy
+    assert not lines
 
 
 def computes_and_then_hangs(world: World) -> None:

@@ -21,6 +21,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import cached_property
+from pathlib import Path
 from typing import Any, Literal, cast
 
 import torch.distributed as dist
@@ -37,8 +38,9 @@ LOG = logging.getLogger(__name__)
 
 # Seconds between a rank's checks for a long wait and for an inspection request.
 POLL_SECONDS = 0.25
-# A rank is busy if its CPU usage, measured for BUSY_SECONDS, is above BUSY_SHARE.
-BUSY_SECONDS, BUSY_SHARE = 0.3, 0.1
+# A rank is busy if its CPU usage, measured for BUSY_SECONDS, is above BUSY_SHARE. On an oversubscribed machine, a rank
+# is also busy if its main thread waited for a core for more than STARVED_SHARE of that time.
+BUSY_SECONDS, BUSY_SHARE, STARVED_SHARE = 0.3, 0.1, 0.5
 ANSWER_SECONDS = 1.5  # timeout for a rank to publish its status, in addition to BUSY_SECONDS
 # One rank reports the error. After this time, the other ranks exit if they are still running.
 REPORT_SECONDS = 5.0
@@ -66,7 +68,7 @@ class RankStatus:
     Attributes:
         calls: The most recent collectives that the rank entered.
         lines: The current line of the rank's main thread, in the format of `Call.lines`.
-        is_busy: Whether the rank uses the CPU.
+        is_busy: Whether the rank uses the CPU, or waits for a core.
         members: Dict from process group name to the group's ranks, for each process group that includes this rank.
         left: "finished" if the rank left the block normally, "failed" if it raised an error, "idle" if it is waiting
             for work, otherwise "".
@@ -284,10 +286,21 @@ def _own_status() -> RankStatus:
 
 
 def uses_cpu() -> bool:
-    """Return whether this process uses the CPU, measured over the next `BUSY_SECONDS`."""
-    before = time.process_time()
+    """Return whether this process uses the CPU or waits for a core, measured over the next `BUSY_SECONDS`."""
+    used, waited = time.process_time(), _seconds_without_core()
     time.sleep(BUSY_SECONDS)
-    return time.process_time() - before > BUSY_SHARE * BUSY_SECONDS
+    if time.process_time() - used > BUSY_SHARE * BUSY_SECONDS:
+        return True
+    return _seconds_without_core() - waited > STARVED_SHARE * BUSY_SECONDS
+
+
+def _seconds_without_core() -> float:
+    """Return how long this process's main thread was ready to run, but had no core. Without Linux, return 0."""
+    try:
+        _, waited, _ = Path(f"/proc/self/task/{threading.main_thread().native_id}/schedstat").read_text().split()
+    except (OSError, ValueError):  # the kernel does not measure this time
+        return 0.0
+    return int(waited) / 1e9
 
 
 # --------------------------------------------------------------------------------------------------- the verdict
