@@ -21,6 +21,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from ddp_tutorial.benches import hangs as bench
+from ddp_tutorial.compat import default_store
 from ddp_tutorial.debug import CollectiveError, hangs, recorder, watching
 from ddp_tutorial.debug.hangs import Diagnosis, RankStatus, diagnose
 from ddp_tutorial.debug.recorder import Call, Line, calls
@@ -209,7 +210,20 @@ HANGS = {
 }
 
 
+def wait_for_answers() -> None:
+    """Let this rank wait for the others' answers. A rank that is paused for 1.8 s would be reported as unresponsive."""
+    hangs.ANSWER_SECONDS = 60
+
+
+def meet(world: World) -> None:
+    """Wait for the other ranks without a collective, which would be watched."""
+    store = default_store()
+    number = store.add(f"met {world.rank}", 1)
+    assert wait_until(lambda: all(store.add(f"met {rank}", 0) >= number for rank in range(world.size)))
+
+
 def watched(world: World, function, seconds: float) -> object:
+    wait_for_answers()
     with watching(world, seconds):
         return function(world)
 
@@ -327,6 +341,7 @@ def test_a_rank_whose_main_thread_waits_for_a_core_computes(
 
 
 def computes_and_then_hangs(world: World) -> None:
+    wait_for_answers()
     with watching(world, 0.5) as watch:
         if world.rank == 1:
             compute_until_inspected(watch, 2)
@@ -360,14 +375,17 @@ def in_order(world: World) -> list[str]:
     kinds = []
     for _ in range(2):  # consecutive blocks
         with watching(world, 0.5) as watch:
+            meet(world)
             model = DistributedDataParallel(nn.Linear(4, 1))
             model(torch.ones(2, 4)).sum().backward()
             time.sleep(1.5)  # asleep, but no rank waits in a collective
+            meet(world)
             dist.barrier()
             until = time.monotonic() + 4
             if world.is_main:
                 kinds.append(watch.inspect().kind)
             time.sleep(max(0, until - time.monotonic()))
+            meet(world)
             dist.barrier()
             kinds += [found.kind for found in watch._found.values()]
     return kinds
@@ -426,6 +444,7 @@ def test_a_hang_is_reported_even_if_a_former_group_has_the_same_collective() -> 
 
 
 def in_a_pair(world: World) -> None:
+    wait_for_answers()
     pair = dist.new_group([0, 1])
     with watching(world, SECONDS):
         if world.rank == 0:
