@@ -4,9 +4,12 @@ program.
 
 import json
 import time
+from contextlib import AbstractContextManager, nullcontext
 from functools import cache, partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, ClassVar, NamedTuple
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -34,7 +37,9 @@ from ddp_tutorial.debug import (
     checking,
     default_detectors,
     inject_faults,
+    instrumentation,
 )
+from ddp_tutorial.debug import checks as module
 from ddp_tutorial.debug.detector import LocalReport
 from ddp_tutorial.debug.instrumentation import StepObservation
 from ddp_tutorial.processes.errors import RankError
@@ -89,6 +94,10 @@ class Job:
     def update(self, step: int) -> None:
         self.optimizer.step()
 
+    def clock(self) -> AbstractContextManager[object]:
+        """Return a context in which the detectors measure this job's time."""
+        return nullcontext()
+
     def train(self) -> None:
         for step in range(1, self.steps + 1):
             for part in range(self.micro_batches):
@@ -105,7 +114,7 @@ def run_job(world: World, kind: type[Job], detectors: list[Detector] | None, eve
     job = kind(world)
     checks = None
     try:
-        with checking(world, job.model, job.optimizer, detectors, every=every) as checks:
+        with job.clock(), checking(world, job.model, job.optimizer, detectors, every=every) as checks:
             job.train()
     except CheckError as error:
         if checks is None or checks.findings[-1] != error.finding:
@@ -228,19 +237,31 @@ class SameDropout(Job):
         torch.manual_seed(7)
 
 
-class Slow(Job):
-    steps = 30
+class Timed(Job):
+    """A program whose clock advances only when the program says so. A paused rank would otherwise be slower."""
 
-    def loss(self, step: int, x: torch.Tensor) -> torch.Tensor:
-        return super().loss(step, x)
+    def __init__(self, world: World) -> None:
+        super().__init__(world)
+        self.now = 0.0
+
+    def advance(self, seconds: float) -> float:
+        self.now += seconds
+        return self.now
+
+    def clock(self) -> AbstractContextManager[object]:
+        return patch.object(instrumentation, "time", SimpleNamespace(perf_counter=lambda: self.advance(1e-4)))
+
+
+class Slow(Timed):
+    steps = 30
 
     def __init__(self, world: World) -> None:
         super().__init__(world)
         if self.rank == self.last:
-            self.net.norm.register_forward_pre_hook(lambda *_: time.sleep(0.06))
+            self.net.norm.register_forward_pre_hook(lambda *_: self.advance(0.06) and None)
 
 
-class SlowData(Job):
+class SlowData(Timed):
     steps = 26
 
     def __init__(self, world: World) -> None:
@@ -250,7 +271,7 @@ class SlowData(Job):
 
     def read(self, rows: list[Any]) -> torch.Tensor:
         if self.rank == self.last:
-            time.sleep(0.06)
+            self.advance(0.06)
         return torch.stack([row for [row] in rows])
 
     def batch(self, number: int) -> torch.Tensor:
@@ -555,6 +576,7 @@ class AtTheEnd(Detector):
 
 
 def alarmed_at_the_end(world: World) -> list[str]:
+    module._FINAL_TIMEOUT = 60.0
     trainer = make_trainer(small(name="late", checkpoint={"every": 4}), world)
     try:
         with checking(
@@ -663,6 +685,8 @@ def run_with_weights(world: World, kind: type[Job]) -> Kept:
                 moved.append(step)
             assert all(p.grad is not None for p in self.net.last.parameters()), "gradients are given back"
 
+    module._FINAL_TIMEOUT = 60.0  # all ranks arrive; without a pause, at once
+    module._TIMEOUT = 60.0 if kind is NaNLater else 1.0  # the other kinds have ranks that never arrive
     detectors = [each for each in default_detectors() if each.name == LATER[kind][3]]
     findings = run_job(world, Watched, detectors, every=10)
     return Kept(findings, all(bool(p.isfinite().all()) for p in last[0].net.parameters()), moved)
@@ -694,6 +718,7 @@ def test_a_delayed_report_has_its_own_step_and_no_weight_is_corrupted() -> None:
 
 def skips_an_update(world: World) -> list[str]:
     """Return the other ranks' errors if a rank skips an update but counts the step, in the block or at its end."""
+    module._FINAL_TIMEOUT = 60.0
     told = []
     for steps in (10, 8):
         job, taken = Job(world), [0]
@@ -721,8 +746,6 @@ def test_a_rank_that_skips_an_update_is_reported_on_all_ranks() -> None:
 
 def ends_late(world: World) -> list[Any]:
     """Let one rank reach the end of the block after the others have stopped waiting."""
-    from ddp_tutorial.debug import checks as module
-
     module._FINAL_TIMEOUT = 0.2
     job = Job(world)
     job.steps = 5
@@ -771,6 +794,7 @@ class InStepTen(AtTheEnd):
 
 def fails_in_step_eleven(world: World, which: tuple[int, ...]) -> str:
     """Fail in step 11 while the report of step 10 is in transit."""
+    module._TIMEOUT = 60.0 if len(which) == world.size else 1.0  # whether all ranks fail in the same step
     job = Job(world)
 
     def loss(step: int, x: torch.Tensor) -> torch.Tensor:
