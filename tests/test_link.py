@@ -3,10 +3,13 @@
 No test requires a busy machine to be fast: times have an exact lower bound and a generous upper bound.
 """
 
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -14,6 +17,7 @@ import torch.distributed as dist
 
 from ddp_tutorial.collectives import all_reduce_mean
 from ddp_tutorial.config import ConfigError
+from ddp_tutorial.ddp import link as link_module
 from ddp_tutorial.ddp.link import DirectLink, LinkModel, SimulatedLink, Transfer
 from ddp_tutorial.groups import group_of
 from ddp_tutorial.processes.launcher import launch
@@ -24,7 +28,7 @@ from ddp_tutorial.sharding.sharded import ShardedSource
 from ddp_tutorial.world import World
 from ranks import error_of, watched
 
-SLACK = 2.0  # the delay in seconds of a busy machine
+SLACK = 30.0  # seconds for which a busy machine may pause a rank
 EARLY = 2e-3  # a sleep may end slightly early
 
 
@@ -80,17 +84,26 @@ def join_late(world: World) -> dict[str, Any]:
 
 
 def compute_meanwhile(world: World) -> dict[str, Any]:
+    """Compute during a transfer. The transfer takes its time, and does not end before the computation."""
+    computed = threading.Event()
+
+    def sleep(seconds: float) -> None:
+        time.sleep(seconds)
+        computed.wait(60)
+
     link = SimulatedLink(world, LinkModel(latency=0.5 / (2 * (world.size - 1)), bandwidth=1e12))
     weight = torch.ones(20, 20)
     together(world)
     began = time.monotonic()
-    future = link.all_reduce(torch.ones(4))
-    is_under_way = not future.done()
-    done = 0
-    while not future.done():
-        weight @ weight
-        done += 1
-    return {"under way": is_under_way, "done": done, "seconds": time.monotonic() - began}
+    with patch.object(link_module, "time", SimpleNamespace(monotonic=time.monotonic, sleep=sleep)):
+        future = link.all_reduce(torch.ones(4))
+        is_under_way = not future.done()
+        for _ in range(100):
+            weight @ weight
+        is_under_way_still = not future.done()
+        computed.set()
+        future.wait()
+    return {"under way": (is_under_way, is_under_way_still), "seconds": time.monotonic() - began}
 
 
 def fail_in_the_thread(world: World) -> dict[str, Any]:
@@ -214,7 +227,7 @@ def nprocs(request: pytest.FixtureRequest) -> int:
 @pytest.fixture(scope="module")
 def heard(nprocs: int) -> Iterator[list[dict[str, Any]]]:
     """Return the results of each rank. The ranks are started once for all tests."""
-    return launch(everything, nprocs, device="cpu", threads=1, echo=False, timeout=90)
+    return launch(everything, nprocs, device="cpu", threads=1, echo=False, timeout=300)
 
 
 def test_links_meshes_and_sources_leave_no_files_or_threads(heard: list[dict[str, Any]]) -> None:
@@ -243,13 +256,15 @@ def test_the_description_mentions_the_simulation(heard: list[dict[str, Any]]) ->
 
 
 def test_transfers_are_queued(heard: list[dict[str, Any]], nprocs: int) -> None:
+    issued = [max(transfer.issued for transfer in same) for same in zip(*(h["sum_three"] for h in heard), strict=True)]
     for each in heard:
         transfers = each["sum_three"]
         assert [transfer.name for transfer in transfers] == ["number 0", "number 1", "number 2"]
         first, second, third = transfers
-        assert second.start >= first.start + TAKES[nprocs] - 1e-9
-        assert third.start >= second.start + TAKES[nprocs] - 1e-9
-        assert third.issued < third.start  # the transfer waited in the queue
+        # A transfer waits in the queue for the previous one, unless a rank was paused before it joined.
+        assert first.start == issued[0]
+        assert second.start == pytest.approx(max(issued[1], first.start + TAKES[nprocs]), abs=1e-9)
+        assert third.start == pytest.approx(max(issued[2], second.start + TAKES[nprocs]), abs=1e-9)
         assert 3 * TAKES[nprocs] - EARLY <= third.end - first.start < 3 * TAKES[nprocs] + SLACK
 
 
@@ -277,9 +292,8 @@ def test_a_transfer_starts_when_the_last_rank_joins(heard: list[dict[str, Any]],
 def test_computation_continues_during_a_transfer(heard: list[dict[str, Any]]) -> None:
     for each in heard:
         said = each["compute_meanwhile"]
-        assert said["under way"], "all_reduce should return at once, and not when it is done"
+        assert said["under way"] == (True, True), "all_reduce should return at once, and not when it is done"
         assert said["seconds"] >= 0.5 - EARLY
-        assert said["done"] > 100
 
 
 def test_a_thread_error_is_raised_at_the_wait_and_the_link_continues(heard: list[dict[str, Any]], nprocs: int) -> None:
