@@ -520,6 +520,22 @@ def test_a_signal_is_not_swallowed_by_broad_exception_handlers() -> None:
         signalled()
 
 
+def test_a_signal_that_arrives_inside_a_finalizer_is_not_lost() -> None:
+    """Python ignores exceptions in finalizers, and in callbacks that the import system registers for each module."""
+
+    class Signals:
+        def __del__(self) -> None:
+            signal.raise_signal(signal.SIGTERM)
+
+    @stopped_by_signals()
+    def signalled() -> None:
+        Signals()
+        wait_until(lambda: False, seconds=60)
+
+    with pytest.raises(StoppedError, match="stopped by SIGTERM"):
+        signalled()
+
+
 @pytest.mark.parametrize(
     ("environ", "by_signal", "code"),
     [

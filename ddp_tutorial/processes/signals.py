@@ -14,6 +14,7 @@ from ddp_tutorial.config import FailedError
 # SIGUSR1.
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
 EXIT_CODE = 75  # EX_TEMPFAIL in sysexits.h; the same command resumes the run
+_REPEAT_SECONDS = 0.01  # by then, the callback that ignored the exception has returned
 _PR_SET_PDEATHSIG = 1
 _SIGACTION_BYTES = 256  # at least sizeof(struct sigaction): 152 bytes with glibc on Linux, 16 on macOS
 
@@ -107,8 +108,30 @@ def die_with_parent() -> None:
 @contextmanager
 def stopped_by_signals() -> Iterator[None]:
     """Raise `StoppedError` if SIGTERM or SIGUSR1 arrives inside the block."""
-    with handling(SIGNALS, _raise):
+    with handling(SIGNALS, _raise), _ignored_signals_repeated():
         try:
             yield
         except _Signaled as signaled:
             raise StoppedError(signaled.args[0]) from None
+
+
+@contextmanager
+def _ignored_signals_repeated() -> Iterator[None]:
+    """Send a signal again if Python has ignored the exception that `_raise` raised.
+
+    Python ignores exceptions in finalizers and in callbacks of weak references. The import system registers such a
+    callback for each module, and about 0.1 % of the signals that arrived during imports were handled inside one.
+    """
+    before = sys.unraisablehook
+
+    def repeat(ignored: "sys.UnraisableHookArgs") -> None:
+        if isinstance(ignored.exc_value, _Signaled):
+            threading.Timer(_REPEAT_SECONDS, os.kill, (os.getpid(), ignored.exc_value.args[0])).start()
+        else:
+            before(ignored)
+
+    sys.unraisablehook = repeat
+    try:
+        yield
+    finally:
+        sys.unraisablehook = before
