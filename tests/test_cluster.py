@@ -3,17 +3,20 @@ cluster.
 """
 
 import errno
+import fcntl
 import os
 import resource
 import signal
 import socket
 import subprocess
 import sys
+import termios
 import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import psutil
@@ -35,6 +38,7 @@ from ddp_tutorial.config import ConfigError, FailedError, load
 from ddp_tutorial.ddp.link import LinkModel
 from ddp_tutorial.processes.errors import RankError, RankTimeoutError
 from ddp_tutorial.processes.launcher import launch
+from ddp_tutorial.processes.signals import handling
 from ddp_tutorial.training.config import TaskConfig
 from ddp_tutorial.training.tasks import train
 from ddp_tutorial.world import World
@@ -311,23 +315,36 @@ def test_a_cluster_whose_owner_is_killed_leaves_nothing_behind(allowed: None, tm
 
 @contextmanager
 def interrupted(cluster: Cluster) -> Iterator[None]:
-    """Stop the process that holds the cluster until half a second after an interrupt."""
+    """Interrupt the next request. Until then, the process that holds the cluster is stopped, and cannot answer."""
     [box] = psutil.Process(cluster._box.pid).children()
+    is_interrupted = threading.Event()
+
+    def interrupt(number: int, frame: FrameType | None) -> None:
+        is_interrupted.set()
+        signal.default_int_handler(number, frame)
 
     def act() -> None:
-        time.sleep(0.2)
-        os.kill(os.getpid(), signal.SIGINT)
-        time.sleep(0.5)
+        if wait_until(lambda: has_unread_request(cluster), 120):
+            os.kill(os.getpid(), signal.SIGINT)
+            is_interrupted.wait(120)
         box.resume()
 
     box.suspend()
     thread = threading.Thread(target=act)
-    thread.start()
-    try:
-        with pytest.raises(KeyboardInterrupt):
-            yield
-    finally:
-        thread.join()
+    with handling([signal.SIGINT], interrupt):
+        thread.start()
+        try:
+            with pytest.raises(KeyboardInterrupt):
+                yield
+        finally:
+            thread.join()
+
+
+def has_unread_request(cluster: Cluster) -> bool:
+    """Return whether the socket to the process that holds the cluster contains a request."""
+    assert cluster._box._channel is not None
+    nbytes = fcntl.ioctl(cluster._box._channel, termios.TIOCOUTQ, bytes(4))
+    return int.from_bytes(nbytes, sys.byteorder) > 0
 
 
 def test_an_interrupt_leaves_no_stale_answer_and_no_process(two: Cluster) -> None:
