@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
+from typing import IO
 
 PATH = f"{os.environ['PATH']}:/usr/sbin:/sbin"
 TOOLS = ("slurmctld", "slurmd", "sbatch", "munged", "unshare", "nsenter", "setpriv", "ip")
@@ -134,7 +135,6 @@ class Slurm:
             self.until(lambda: children.read_text().strip(), "a first process in the box")
             self.first = int(children.read_text().split()[0])
             self.until(lambda: self("sinfo", "-h", "-t", "idle", "-p", "main", "-o", "%D").stdout.strip() == "2", "up")
-            self.namespace = namespace_of(self.first)
         except BaseException:
             self.__exit__()
             raise
@@ -189,16 +189,16 @@ class Slurm:
         self.until(is_running, f"life {life} of job {number}")
 
 
-def namespace_of(process: int | str) -> Path:
-    """Return the kernel's name of the namespace of a process."""
-    return Path(f"/proc/{process}/ns/pid").readlink()
+def namespace_of(process: int | str) -> IO[bytes]:
+    """Open the namespace of a process. Until the file is closed, no other namespace gets the namespace's number."""
+    return open(f"/proc/{process}/ns/pid", "rb", buffering=0)
 
 
-def inside(namespace: Path) -> list[str]:
+def inside(namespace: IO[bytes]) -> list[str]:
     """Return the processes in the namespace, by their command lines."""
     found = []
     for process in Path("/proc").glob("[0-9]*"):
         with suppress(OSError):
-            if namespace_of(process.name) == namespace:
+            if (process / "ns/pid").samefile(f"/proc/self/fd/{namespace.fileno()}"):
                 found.append((process / "cmdline").read_text().replace("\0", " "))
     return found

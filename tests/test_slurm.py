@@ -12,6 +12,7 @@ import textwrap
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from datetime import timedelta
 from pathlib import Path
 
@@ -314,12 +315,21 @@ def test_a_rendezvous_folder_that_others_may_enter_is_rejected(workdir: Path, ra
 def cluster() -> Iterator[slurm.Slurm]:
     if why := slurm.missing():
         pytest.skip(why)
-    with slurm.Slurm() as running:
-        yield running
-        inside = slurm.inside(running.namespace)
-        assert not [command for command in inside if "ddp_tutorial" in command or command.startswith("srun")]
-        assert len([command for command in inside if command.startswith("slurmd ")]) == 2
-    assert wait_until(lambda: not slurm.inside(running.namespace), seconds=10), slurm.inside(running.namespace)
+    with ExitStack() as after:
+        with slurm.Slurm() as running:
+            namespace = after.enter_context(slurm.namespace_of(running.first))
+            yield running
+
+            def of_jobs() -> list[str]:
+                found = slurm.inside(namespace)
+                return [command for command in found if "ddp_tutorial" in command or command.startswith("srun")]
+
+            def daemons() -> list[str]:
+                return [command for command in slurm.inside(namespace) if command.startswith("slurmd ")]
+
+            assert wait_until(lambda: not of_jobs(), seconds=120), of_jobs()  # srun exits some time after its tasks
+            assert wait_until(lambda: len(daemons()) == 2, seconds=120), daemons()  # a daemon may be forking
+        assert wait_until(lambda: not slurm.inside(namespace), seconds=120), slurm.inside(namespace)
 
 
 CONFIG = """
@@ -490,8 +500,8 @@ def test_a_killed_test_leaves_no_slurm_process() -> None:
     here = str(Path(slurm.__file__).parent)
     with subprocess.Popen([sys.executable, "-c", owner], cwd=here, stdout=subprocess.PIPE, text=True) as process:
         first, folder = process.stdout.readline().split()
-        namespace = slurm.namespace_of(first)
-        assert len(slurm.inside(namespace)) > 4
-        process.kill()
-    shutil.rmtree(folder)
-    assert wait_until(lambda: not slurm.inside(namespace), seconds=10), slurm.inside(namespace)
+        with slurm.namespace_of(first) as namespace:
+            assert len(slurm.inside(namespace)) > 4
+            process.kill()
+            assert wait_until(lambda: not slurm.inside(namespace), seconds=120), slurm.inside(namespace)
+    shutil.rmtree(folder)  # no process writes there any more
