@@ -64,9 +64,9 @@ def listening():  # the addresses on which Ray's processes listen
 
 def listening_without_workers():  # rank 0's store, part of torch, listens on all interfaces until the worker exits
     deadline = time.monotonic() + 300
-    while "::" in listening() and time.monotonic() < deadline:
+    while "::" in (found := listening()) and time.monotonic() < deadline:
         time.sleep(0.2)
-    return listening()
+    return found
 
 if __name__ == "__main__":
     for attempt in range(3):  # on a machine that is busy with other tests, Ray may give up on its own processes
