@@ -10,6 +10,7 @@ import sys
 from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
+from contextlib import suppress
 from multiprocessing import active_children, get_context
 from pathlib import Path
 from typing import Any
@@ -37,8 +38,12 @@ MB = 1 << 20
 
 def processes() -> set[psutil.Process]:
     """Return the processes that this process has started, without Python's own, which runs until the end."""
-    found = psutil.Process().children(recursive=True)
-    return {each for each in found if "resource_tracker" not in " ".join(each.cmdline())}
+    found = set()
+    for process in psutil.Process().children(recursive=True):
+        with suppress(psutil.Error):  # a process of an earlier test, which has just exited
+            if "resource_tracker" not in " ".join(process.cmdline()):
+                found.add(process)
+    return found
 
 
 @pytest.fixture(scope="module")
