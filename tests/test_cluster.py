@@ -30,6 +30,7 @@ from ddp_tutorial import hosts
 from ddp_tutorial.benches.cluster import delays_in
 from ddp_tutorial.cluster import Cluster
 from ddp_tutorial.cluster import delay as delays
+from ddp_tutorial.cluster.box import NO_DELAY
 from ddp_tutorial.cluster.client import BoxClient
 from ddp_tutorial.cluster.delay import parse_delay
 from ddp_tutorial.cluster.network import address_of, bits_per_second
@@ -163,6 +164,26 @@ def test_a_system_without_namespaces_reports_this_in_one_line(tmp_path: Path, mo
     with pytest.raises(FailedError, match=r"did not start: its first process exited with code 1\nTypeError: main\(\)"):
         clusters.unsupported_reason()
     assert psutil.Process().children() == before
+
+
+class SlowToExit:
+    """The process `unshare`, paused by a busy machine after its child has exited."""
+
+    returncode: int | None = None
+
+    def wait(self, timeout: float) -> None:
+        if timeout < 30:
+            raise subprocess.TimeoutExpired("unshare", timeout)
+        self.returncode = NO_DELAY
+
+
+def test_the_reason_why_a_cluster_stopped_is_found_on_a_busy_machine() -> None:
+    client = BoxClient()
+    client._box = SlowToExit()  # type: ignore[assignment]
+    client._channel, its = socket.socketpair(type=socket.SOCK_SEQPACKET)
+    its.close()
+    with client._channel, pytest.raises(FailedError, match="the process that delays its messages has exited"):
+        client.ask("hello")
 
 
 class NetlinkError(Exception):

@@ -20,6 +20,7 @@ from ddp_tutorial.cluster.box import NO_DELAY, receive, send_request
 from ddp_tutorial.config import ConfigError, FailedError
 
 _END_SECONDS = 5.0  # timeout in seconds for the server to exit before it is killed
+_EXIT_SECONDS = 60.0  # timeout in seconds for the server to exit after its end of the socket has been closed
 
 
 class BoxClient:
@@ -153,7 +154,7 @@ class BoxClient:
                 _, error, answer = reply
         except (EOFError, ConnectionError):
             with suppress(subprocess.TimeoutExpired):
-                self._box.wait(_END_SECONDS)
+                self._box.wait(_EXIT_SECONDS)
             holder = "delays its messages" if self._box.returncode == NO_DELAY else "hosts it"
             raise FailedError(f"the cluster has stopped: the process that {holder} has exited") from None
         if error is not None:
