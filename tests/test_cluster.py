@@ -147,7 +147,7 @@ def test_other_operating_systems_get_a_message_that_linux_is_required(monkeypatc
 
 
 def test_a_system_without_namespaces_reports_this_in_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    before = psutil.Process().children()  # such as the fork servers of other tests
+    before = set(psutil.Process().children())  # such as the fork servers of other tests
     monkeypatch.setattr(sys, "platform", "linux")
     monkeypatch.setenv("PATH", str(tmp_path))
     assert (
@@ -163,7 +163,7 @@ def test_a_system_without_namespaces_reports_this_in_one_line(tmp_path: Path, mo
     refusing.write_text("#!/bin/sh\necho 'TypeError: main() takes no arguments' >&2\nexit 1\n")
     with pytest.raises(FailedError, match=r"did not start: its first process exited with code 1\nTypeError: main\(\)"):
         clusters.unsupported_reason()
-    assert psutil.Process().children() == before
+    assert set(psutil.Process().children()) <= before
 
 
 class SlowToExit:
@@ -281,11 +281,11 @@ def test_a_server_on_a_host_is_reachable_from_other_hosts_only(cluster: Cluster)
     serve = "import socket; s = socket.create_server(('', 8765)); print('up', flush=True); s.accept()[0].send(b'hello')"
     heard: list[str] = []
     server = cluster.start(sys.executable, "-c", serve, node=0, line=lambda node, text: heard.append(text))
-    clusters.wait([server], 20, until=lambda: bool(heard))
+    clusters.wait([server], 120, until=lambda: bool(heard))
     listening = {each.laddr.port for each in psutil.net_connections() if each.status == psutil.CONN_LISTEN}
     assert 8765 not in listening, "it listens on this machine's own interfaces"
-    ask = "import socket; print(socket.create_connection(('n0', 8765), 5).recv(9))"
-    assert "hello" in cluster.start(sys.executable, "-c", ask, node=2).wait(20).output
+    ask = "import socket; print(socket.create_connection(('n0', 8765), 60).recv(9))"
+    assert "hello" in cluster.start(sys.executable, "-c", ask, node=2).wait(120).output
 
 
 def test_each_host_may_have_its_own_folder(separate: Cluster) -> None:
@@ -678,8 +678,11 @@ def seconds_at_the_end(folder: Path, ranks: int) -> Iterator[dict[str, float]]:
 
 
 def test_a_cut_link_stops_all_ranks_in_time_and_the_lost_host_is_named(cluster: Cluster, tmp_path: Path) -> None:
-    """A rank waits for `limit`, probes hosts for 1.5 s, and exits, even if eight busy loops run on two cores."""
-    limit = 2.0
+    """A rank waits for `limit`, probes hosts for 1.5 s, and exits, even if eight busy loops run on two cores.
+
+    The limit is long enough that a rank that is paused for some seconds before the cut does not exceed it.
+    """
+    limit = 10.0
 
     def cut_soon() -> None:
         time.sleep(0.5)
@@ -697,26 +700,27 @@ def test_a_cut_link_stops_all_ranks_in_time_and_the_lost_host_is_named(cluster: 
     assert not any(name in cluster.launch(look)[1]["host"] for name in ("n0", "n2")), "the cable is in again"
 
 
-def slow_step(world: World) -> float:
-    """Return the longest of many all-reduces, in seconds."""
-    longest, ends = 0.0, time.monotonic() + 2.5
+def slow_step(world: World, last: Path) -> float:
+    """Return the longest of many all-reduces, in seconds. The file `last` stops them."""
+    longest = 0.0
     while True:
         began = time.monotonic()
-        going_on = torch.tensor(float(began < ends))
+        going_on = torch.tensor(float(not last.exists()))
         dist.all_reduce(going_on)
         longest = max(longest, time.monotonic() - began)
         if going_on < world.size:
             return longest
 
 
-def test_a_link_that_recovers_in_time_costs_one_slow_step(cluster: Cluster) -> None:
+def test_a_link_that_recovers_in_time_costs_one_slow_step(cluster: Cluster, tmp_path: Path) -> None:
     def interrupt() -> None:
         time.sleep(0.5)
         cluster.disconnect(2)
         time.sleep(1)
         cluster.reconnect(2)
+        (tmp_path / "last").touch()
 
-    longest = cluster.launch(slow_step, collective_timeout=30, meanwhile=interrupt)
+    longest = cluster.launch(slow_step, tmp_path / "last", collective_timeout=30, meanwhile=interrupt)
     assert all(0.8 < each < 25 for each in longest), longest
 
 
@@ -726,10 +730,10 @@ def test_a_host_that_loses_power_is_named_by_the_other_host(two: Cluster) -> Non
         two.kill(1)
 
     with pytest.raises(RankError, match=r"rank 0 on n0: lost n1 at 10\.0\.0\.2 with rank 1: no response"):
-        two.launch(talk_on, collective_timeout=2, meanwhile=kill_soon)
+        two.launch(talk_on, collective_timeout=10, meanwhile=kill_soon)
     with pytest.raises(ConfigError, match="n1 has been killed"):
         two.run("true")
-    assert two.start("hostname", node=0).wait(10).output == "n0\n"
+    assert two.start("hostname", node=0).wait(120).output == "n0\n"
 
 
 def misbehave(world: World, how: str) -> None:
@@ -752,15 +756,21 @@ def return_or(world: World, how: str) -> str:
         raise KeyError("no such thing")
     if world.rank == 1:
         print("rank 1 sleeps", flush=True)
-        time.sleep(60)
+        Path("printed").touch()
+        time.sleep(600)
     return "it's"
 
 
-def test_a_failure_states_only_what_the_other_ranks_did(two: Cluster) -> None:
+def test_a_failure_states_only_what_the_other_ranks_did(two: Cluster, tmp_path: Path) -> None:
+    [box] = psutil.Process(two._box.pid).children()
+
+    def only_rank_1_is_running() -> bool:
+        return (tmp_path / "printed").exists() and len(box.children()) == 1
+
     with pytest.raises(
-        RankTimeoutError, match=r"^rank 1 was still running after 3 s\s+Last lines .* rank 1 printed:\s"
+        RankTimeoutError, match=r"^rank 1 was still running after 5 s\s+Last lines .* rank 1 printed:\s"
     ):
-        two.launch(return_or, "sleep", timeout=3)
+        two.launch(return_or, "sleep", timeout=5, meanwhile=lambda: wait_until(only_rank_1_is_running, 120))
     with pytest.raises(RankError) as caught:
         two.launch(return_or, "raise")
     assert caught.value.others == "", "rank 0 has returned a string whose pickle contains a quotation mark"
@@ -814,7 +824,7 @@ def test_torchrun_trains_bitwise_identically_over_the_link(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     args = ["-m", "ddp_tutorial", "train", "tiny", "name=torchrun", "device=cpu", "steps=6", "eval_samples=8"]
-    ended = two.torchrun(*args, timeout=90)
+    ended = two.torchrun(*args, timeout=300)
     assert [each.code for each in ended] == [0, 0], ended
     launch(trained, 2, settings("name=one"), device="cpu", threads=1, echo=False)
     assert weights(tmp_path, "torchrun") == weights(tmp_path, "one")
