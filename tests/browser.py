@@ -45,15 +45,22 @@ def jupyterlab(folder: Path) -> Iterator[str]:
         lab = subprocess.Popen(command, env=environment, stdout=log, stderr=log, start_new_session=True)
     try:
         deadline = time.monotonic() + 300
-        while not (found := list(places["RUNTIME_DIR"].glob("jpserver-*.json"))):
+        while not (server := _described_server(places["RUNTIME_DIR"])):
             assert lab.poll() is None, (own / "log").read_text()
             assert time.monotonic() < deadline, (own / "log").read_text()
             time.sleep(0.1)
-        server = json.loads(found[0].read_text())
         yield f"http://127.0.0.1:{server['port']}/lab/tree/{{name}}?reset&token={server['token']}"
     finally:
         _end(lab)
         shutil.rmtree(own, ignore_errors=True)
+
+
+def _described_server(folder: Path) -> dict[str, Any]:
+    """Return the description that JupyterLab writes to `folder`. It is empty until the file is complete."""
+    for path in folder.glob("jpserver-*.json"):
+        with suppress(json.JSONDecodeError):
+            return json.loads(path.read_text())
+    return {}
 
 
 def _end(lab: "subprocess.Popen[bytes]") -> None:
