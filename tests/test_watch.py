@@ -10,12 +10,20 @@ import matplotlib.pyplot as plt
 import pytest
 from matplotlib.figure import Figure
 
+from ddp_tutorial.accumulation.train_step import StepResult
 from ddp_tutorial.config import ConfigError, load
 from ddp_tutorial.figures.watch import _drawn, watch
+from ddp_tutorial.processes.launcher import launch
 from ddp_tutorial.runs.folder import RunFolder
 from ddp_tutorial.runs.summaries import read_run
+from ddp_tutorial.training.callbacks import Callback
 from ddp_tutorial.training.config import TaskConfig
-from ddp_tutorial.training.tasks import launch_training
+from ddp_tutorial.training.tasks import make_trainer
+from ddp_tutorial.training.trainer import Trainer, TrainResult
+from ddp_tutorial.world import World
+from ranks import wait_until
+
+WATCHED = Path("watched")  # exists once a picture has been displayed
 
 
 class Shown:
@@ -32,6 +40,21 @@ class Shown:
 
     def update(self, picture: IPython.display.Image) -> None:
         self.pictures.append(picture.data)
+        WATCHED.touch()
+
+
+class WaitsForWatcher(Callback):
+    """Pauses the run after step 60 until a picture has been displayed."""
+
+    def on_step(self, trainer: Trainer, result: StepResult) -> None:
+        if trainer.step_count == 60:
+            assert wait_until(WATCHED.exists, 300)
+
+
+def train_while_watched(world: World, config: TaskConfig) -> TrainResult:
+    trainer = make_trainer(config, world)
+    trainer.callbacks.append(WaitsForWatcher())
+    return trainer.train()
 
 
 def a_run(folder: Path, rows: list[dict[str, object]], **config: object) -> Path:
@@ -85,16 +108,16 @@ def test_a_folder_that_is_not_a_run_is_rejected(tmp_path: Path) -> None:
 
 def test_a_run_in_other_processes_is_watched_until_its_end(workdir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     shown = Shown(monkeypatch)
-    config = load("tiny", TaskConfig, ["nprocs=2", "device=cpu", "name=it", "steps=600"])
+    config = load("tiny", TaskConfig, ["device=cpu", "name=it", "steps=120"])
     run = Path("runs/it")
     with ThreadPoolExecutor() as threads:
-        training = threads.submit(launch_training, config, echo=False, forward_signals=())
+        training = threads.submit(launch, train_while_watched, 2, config, echo=False)
         while not RunFolder(run).metrics.exists():
             assert not training.done(), training.result()
             time.sleep(0.05)
         watch(run, every=0.5)
         assert RunFolder(run).result.exists()
-    assert len(training.result().losses) == 600
+    assert len(training.result()[0].losses) == 120
     assert len(set(shown.pictures)) >= 2
     before = plt.get_fignums()
     watch(run)
@@ -102,10 +125,23 @@ def test_a_run_in_other_processes_is_watched_until_its_end(workdir: Path, monkey
     assert plt.get_fignums() == before
 
 
+class Clock:
+    """A clock that advances only while its user sleeps."""
+
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def monotonic(self) -> float:
+        return self.now
+
+    def sleep(self, seconds: float) -> None:
+        self.now += seconds
+
+
 def test_watching_stops_after_the_timeout(workdir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    shown = Shown(monkeypatch)
+    shown, clock = Shown(monkeypatch), Clock()
     monkeypatch.setattr("ddp_tutorial.runs.summaries.is_locked", lambda folder: True)
-    began = time.monotonic()
+    monkeypatch.setattr("ddp_tutorial.figures.watch.time", clock)
     watch(a_run(workdir / "endless", ROWS), seconds=5)
-    assert 5 <= time.monotonic() - began < 30
-    assert len(shown.pictures) >= 2
+    assert clock.now == 105
+    assert len(shown.pictures) == 6
