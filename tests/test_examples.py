@@ -9,7 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -67,8 +67,15 @@ def killed(*command: str, when: Callable[[], bool]) -> None:
     finally:
         everyone = [process, *process.children(recursive=True)] if process.is_running() else []
         for each in everyone:
-            each.kill()
+            with suppress(psutil.NoSuchProcess):  # it exited by itself, because torchrun was killed
+                each.kill()
         psutil.wait_procs(everyone)
+
+
+def held_script(text: str) -> str:
+    """Write a script that runs an example, but cannot finish before it is killed. Return the script's path."""
+    Path("held.py").write_text(text)
+    return "held.py"
 
 
 def apart(one: Sequence[float], other: Sequence[float], steps: int) -> float:
@@ -160,13 +167,38 @@ def test_two_ranks_have_the_losses_of_one_process(alone: TrainResult, two: Train
     assert apart(alone.losses, two.losses, 20) < 1e-5
 
 
+# Reading the validation images never returns. The only evaluation is after the last step.
+HELD_DIGITS = """
+import sys, time
+from ddp_tutorial import run
+from ddp_tutorial.config import from_arguments
+from ddp_tutorial.examples import digits
+
+class Held:
+    def __len__(self):
+        return 360
+
+    def __getitem__(self, index):
+        time.sleep(1000)
+
+read = digits.images
+digits.images = lambda part: read(part) if part == "train" else Held()
+run(digits.main, from_arguments(digits.Options, sys.argv[1:]))
+"""
+
+
 def test_a_run_killed_under_torchrun_resumes_bitwise_identically(two: TrainResult) -> None:
-    command = [*TORCHRUN, "-m", "ddp_tutorial.examples.digits", "name=torchrun", "resume=auto", "checkpoint.every=4"]
+    arguments = ["name=torchrun", "resume=auto", "checkpoint.every=4", *SHORT]
     step, log = random.randint(5, 30), Path("runs/torchrun/metrics.jsonl")
-    killed(*command, *SHORT, when=lambda: log.is_file() and len(log.read_bytes().splitlines()) >= step)
+    killed(
+        *TORCHRUN,
+        held_script(HELD_DIGITS),
+        *arguments,
+        when=lambda: log.is_file() and len(log.read_bytes().splitlines()) >= step,
+    )
     assert not Path("runs/torchrun/result.json").exists(), f"killed after step {step}"
     assert list(Path("runs/torchrun/checkpoints").iterdir())
-    assert "accuracy" in finished(*command, *SHORT)
+    assert "accuracy" in finished(*TORCHRUN, "-m", "ddp_tutorial.examples.digits", *arguments)
     run = load_run("runs/torchrun")
     assert run.result is not None
     assert run.series("loss")[1] == two.losses, f"killed after step {step}"
@@ -242,9 +274,24 @@ def test_plain_torch_and_the_package_give_bitwise_identical_weights(
             assert [name for name in compared if not torch.equal(weights[name], plain_weights[name])] == []
 
 
+# Saving the second checkpoint, after the last step, never returns.
+HELD_PLAIN = """
+import sys, time, torch
+from pathlib import Path
+from ddp_tutorial.examples import plain
+
+def save(content, path):
+    if Path(sys.argv[1]).exists():
+        time.sleep(1000)
+    write(content, path)
+
+write, torch.save = torch.save, save
+plain.main(sys.argv[1], int(sys.argv[2]))
+"""
+
+
 @pytest.mark.usefixtures("both_ways")
 def test_plain_torch_resumes_bitwise_identically() -> None:
-    command = [*TORCHRUN, "-m", "ddp_tutorial.examples.plain", f"steps={PLAIN_STEPS}"]
     path, moment = Path("new folder/killed.pt"), random.uniform(0, 0.05)
 
     def some_time_after_a_checkpoint() -> bool:
@@ -252,13 +299,10 @@ def test_plain_torch_resumes_bitwise_identically() -> None:
             time.sleep(moment)
         return path.exists()
 
-    for _ in range(5):  # on a busy machine, the signal may arrive after the last step
-        path.unlink(missing_ok=True)
-        killed(*command, f"checkpoint={path}", when=some_time_after_a_checkpoint)
-        if len(torch.load(path)[0]) == 20:
-            break
+    killed(*TORCHRUN, held_script(HELD_PLAIN), str(path), str(PLAIN_STEPS), when=some_time_after_a_checkpoint)
     assert len(torch.load(path)[0]) == 20, f"killed {moment:.3f} s after the first checkpoint"
-    assert "validation accuracy" in finished(*command, f"checkpoint={path}")
+    command = [*TORCHRUN, "-m", "ddp_tutorial.examples.plain", f"steps={PLAIN_STEPS}", f"checkpoint={path}"]
+    assert "validation accuracy" in finished(*command)
     (losses, weights, *_), (losses_again, weights_again, *_) = torch.load("plain-2-1.pt"), torch.load(path)
     assert losses == losses_again
     assert all(torch.equal(weights[name], weights_again[name]) for name in weights)
