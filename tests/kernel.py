@@ -17,12 +17,20 @@ class Kernel:
         self.manager, self.client = start_new_kernel(kernel_name="python3", cwd=str(cwd))
         self.children = psutil.Process(self.manager.provisioner.process.pid).children
 
-    def run(self, code: str, timeout: float = 300, *, person: bool = False) -> dict[str, Any]:
+    def run(
+        self,
+        code: str,
+        timeout: float = 300,
+        *,
+        person: bool = False,
+        on_update: Callable[[str], object] = lambda text: None,
+    ) -> dict[str, Any]:
         """Execute a cell. Return its printed text, rich outputs, result, traceback without colors, and number.
 
         With `person`, the front end can ask its user, as JupyterLab does; otherwise it cannot, as with nbval and
-        papermill. The function returns when the kernel is idle. The reply alone is not sufficient: a request that
-        arrives before the kernel has handled a failure is answered with "aborted".
+        papermill. `on_update` is called with the text of each display update as soon as the update arrives. The
+        function returns when the kernel is idle. The reply alone is not sufficient: a request that arrives before the
+        kernel has handled a failure is answered with "aborted".
         """
         found: dict[str, Any] = {"printed": "", "shown": [], "updates": [], "result": "", "error": ""}
 
@@ -35,6 +43,7 @@ class Kernel:
                     found["shown"].append(content["data"])
                 case "update_display_data":
                     found["updates"].append((content["data"], content["metadata"]))
+                    on_update(content["data"].get("text/plain", ""))
                 case "execute_result":
                     found["result"] = content["data"]["text/plain"]
                 case "error":

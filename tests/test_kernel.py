@@ -93,19 +93,28 @@ def test_progress_is_an_html_bar_that_is_not_saved_with_a_notebook(kernel):
     assert cell.outputs == []
 
 
-def test_a_person_sees_what_the_ranks_do_while_they_run(kernel):
+def test_a_person_sees_what_the_ranks_do_while_they_run(kernel, tmp_path):
+    """The ranks run until the kernel has shown that they run, and what rank 1 has printed."""
+
+    def release_ranks(text):
+        if text.startswith("running, ") and "[rank 1] a line" in text:
+            (tmp_path / "seen").touch()
+
     said = kernel.run(
         "import time\n"
+        "from pathlib import Path\n"
         "from ddp_tutorial import launch\n"
         "def work(world):\n"
         "    print('a line', flush=True)\n"
-        "    time.sleep(3)\n"
+        "    while not Path('seen').exists():\n"
+        "        time.sleep(0.05)\n"
         "launch(work, 2, device='cpu')\n",
         person=True,
+        on_update=release_ranks,
     )
     texts = [data["text/plain"] for data, _ in said["updates"]]
     assert texts[0].startswith("starting 2 ranks, ")
-    assert any(text.startswith("running, ") and "[rank 1] a line" in text for text in texts)
+    assert (tmp_path / "seen").exists()
     assert texts[-1] == ""
     assert said["printed"] == "[rank 0] a line\n[rank 1] a line\n"
 
