@@ -197,7 +197,7 @@ def test_only_notebooks_that_failed_are_executed_again(tmp_path):
 
     def run(options):
         command = [sys.executable, "-m", "pytest", *f"-p tests.kernels --nbval --nbval-current-env {options}".split()]
-        environment = os.environ | {"PYTHONPATH": str(ROOT)}
+        environment = os.environ | {"PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'tests' / 'startup'}"}
         return subprocess.run(
             [*command, "."], cwd=tmp_path, env=environment, stdout=subprocess.PIPE, text=True, check=False
         )
