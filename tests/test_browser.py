@@ -38,6 +38,15 @@ def bar(height):
 
 explore(bar, height=[1, 5, 9])
 """.strip()
+# In the page: record the values of all progress bars that appear, because a busy page shows each only for a moment.
+RECORD_PROGRESS = """() => {
+    window.progressSeen = [];
+    new MutationObserver(records => {
+        const elements = records.flatMap(record => [...record.addedNodes]).filter(node => node.querySelectorAll);
+        const bars = elements.flatMap(node => [node, ...node.querySelectorAll('*')]);
+        window.progressSeen.push(...bars.filter(node => node.localName === 'progress').map(bar => bar.value));
+    }).observe(document.body, {childList: true, subtree: true});
+}"""
 KERNEL = {"kernelspec": {"name": "python3", "display_name": "Python 3 (ipykernel)", "language": "python"}}
 QUICKSTART, WITH_WIDGETS = "00_quickstart", "07_sharding_data"
 
@@ -107,11 +116,9 @@ def test_training_shows_its_progress_and_an_answer_is_checked(opened) -> None:
         notebook.run(notebook.cell(start))
     training, exercise = notebook.cell("one = launch_training"), notebook.cell("def shard(")
     notebook.show(training)
-    notebook.start(training)
-    seen = set()
-    while not notebook.ask(browser.done(training)):
-        seen |= set(notebook.ask("[...document.querySelectorAll('progress')].map(bar => bar.value)"))
-        notebook.page.wait_for_timeout(100)
+    notebook.page.evaluate(RECORD_PROGRESS)
+    notebook.run(training)
+    seen = set(notebook.page.evaluate("window.progressSeen"))
     assert len(seen) >= 3, seen
     assert notebook.errors() == []
     assert "loss" in notebook.text(training)
