@@ -7,6 +7,7 @@ the private API is necessary and, if possible, which public fallback could repla
 
 import inspect
 import pickle
+import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -48,6 +49,7 @@ __all__ = [
     "is_compiled",
     "is_in_backward",
     "is_profiling",
+    "monitored_workers",
     "multiply_",
     "norms",
     "remove_step_hooks",
@@ -61,10 +63,12 @@ __all__ = [
     "tree_map",
     "tree_unflatten",
     "uncompiled",
+    "unmonitored_workers",
     "used_groups",
     "worker_processes",
 ]
 
+_PATCHING = threading.RLock()  # held while a function of PyTorch is replaced
 
 # --------------------------------------------------------------------------------------------------------- autograd
 
@@ -312,6 +316,42 @@ def worker_processes(iterator: Any) -> list["BaseProcess"]:
     The public API reports a dead worker only in an error message. Fallback: `multiprocessing.active_children`.
     """
     return list(iterator._workers)
+
+
+@contextmanager
+def unmonitored_workers() -> Iterator[None]:
+    """Keep torch's handler of SIGCHLD from raising errors about workers that start inside the block.
+
+    When a worker is killed, the handler raises RuntimeError in the main thread, at any line, for example inside an
+    optimizer step. No public API changes this. Fallback: restore the previous handler of SIGCHLD after the block.
+    """
+    module = torch.utils.data._utils.signal_handling
+    with _PATCHING:
+        register = module._set_worker_pids
+        module._set_worker_pids = lambda key, child_pids: register(key, ())
+        try:
+            yield
+        finally:
+            module._set_worker_pids = register
+
+
+@contextmanager
+def monitored_workers(iterator: Any) -> Iterator[None]:
+    """Raise RuntimeError inside the block when a worker of a `DataLoader` iterator is killed, or has been killed.
+
+    Outside the main thread, this function has no effect. Fallback: none, because `next` detects a dead worker when it
+    times out.
+    """
+    if threading.current_thread() is not threading.main_thread():  # the handler would interrupt the main thread
+        yield
+        return
+    module, key = torch.utils.data._utils.signal_handling, id(iterator._workers)  # `id(iterator)` is torch's own key
+    module._set_worker_pids(key, tuple(process.pid for process in iterator._workers))
+    try:
+        module._error_if_any_worker_fails()
+        yield
+    finally:
+        module._remove_worker_pids(key)
 
 
 def shutdown_workers(iterator: Any) -> None:

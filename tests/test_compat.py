@@ -4,6 +4,7 @@ import multiprocessing
 import os
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from inspect import Parameter, Signature
 from multiprocessing import forkserver
@@ -18,6 +19,7 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, get_worker_info
 
 from ddp_tutorial import compat
+from ranks import is_gone, wait_until
 
 
 @pytest.fixture
@@ -231,6 +233,27 @@ def test_every_data_loader_uses_the_patched_method(workers: int, monkeypatch: py
     loader = DataLoader([1, 2], batch_size=None, num_workers=workers, multiprocessing_context=context)
     assert list(loader) == [1, 2]
     assert calls == 3
+
+
+class Blocked:
+    def __getitem__(self, _: int) -> int:
+        time.sleep(1000)
+        return 0
+
+    def __len__(self) -> int:
+        return 1
+
+
+def test_the_death_of_a_worker_raises_an_error_only_while_it_is_monitored() -> None:
+    with compat.unmonitored_workers():
+        batches = iter(DataLoader(Blocked(), num_workers=1, timeout=1, multiprocessing_context="fork"))  # type: ignore[arg-type]
+    [worker] = compat.worker_processes(batches)
+    worker.kill()
+    assert wait_until(lambda: is_gone(worker.pid or 0))  # torch's handler of SIGCHLD would raise the error here
+    with pytest.raises(RuntimeError, match="is killed by signal"), compat.monitored_workers(batches):
+        next(batches)
+    with pytest.raises(RuntimeError, match="exited unexpectedly"):
+        next(batches)
 
 
 def test_shutdown_workers_terminates_the_worker_processes() -> None:

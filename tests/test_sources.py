@@ -1112,6 +1112,21 @@ def test_a_killed_worker_is_named_while_a_different_worker_is_awaited() -> None:
 
 
 @forking
+@pytest.mark.parametrize("kind", ["sharded", "streamed", "dispatched"])
+def test_a_worker_that_dies_while_the_rank_computes_is_restarted(kind: str, caplog: pytest.LogCaptureFixture) -> None:
+    expected = read(made(SINGLE_PROCESS, kind), 8).steps
+    source = made(SINGLE_PROCESS, kind, workers=1)
+    found = [numbers(next(source).samples) for _ in range(3)]
+    [worker] = multiprocessing.active_children()
+    worker.kill()
+    assert wait_until(lambda: is_gone(worker.pid or 0))  # torch's handler of SIGCHLD would raise an error here
+    found += [numbers(next(source).samples) for _ in range(5)]
+    source.close()
+    assert found == expected
+    assert caplog.text.count("The workers restart") == 1
+
+
+@forking
 def test_a_worker_that_hangs_is_named_after_the_timeout(monkeypatch: pytest.MonkeyPatch) -> None:
     # The time that torch waits for its exit.
     monkeypatch.setattr("torch.utils.data._utils.MP_STATUS_CHECK_INTERVAL", 0.5)

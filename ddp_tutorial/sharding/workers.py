@@ -20,7 +20,7 @@ from typing import Any, TypeVar
 
 from torch.utils.data import DataLoader
 
-from ddp_tutorial.compat import shutdown_workers, worker_processes
+from ddp_tutorial.compat import monitored_workers, shutdown_workers, unmonitored_workers, worker_processes
 from ddp_tutorial.config import ConfigError
 from ddp_tutorial.processes.signals import SIGNALS
 from ddp_tutorial.sharding.config import SourceConfig
@@ -156,7 +156,8 @@ class WorkerBatches(Iterator[Item]):
         # The workers inherit the signal mask, and unblock the signals when they have installed their handlers.
         before = signal.pthread_sigmask(signal.SIG_BLOCK, _NOT_FOR_WORKERS)
         try:
-            self._batches: Any = iter(loader)
+            with unmonitored_workers():
+                self._batches: Any = iter(loader)
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, before)
         # Run before Python's own exit handlers, which would send the workers a signal that they ignore, and then wait
@@ -164,8 +165,12 @@ class WorkerBatches(Iterator[Item]):
         self.close = Finalize(self, _end, (self._batches, requests, send), exitpriority=0)
 
     def __next__(self) -> Item:
-        """Return the next batch."""
-        return next(self._batches)
+        """Return the next batch.
+
+        Only this method detects that a worker has exited, so that the exit cannot interrupt a training step.
+        """
+        with monitored_workers(self._batches):
+            return next(self._batches)
 
     def exited_workers(self) -> list[int]:
         """Return the indices of the workers that have exited."""
