@@ -175,15 +175,15 @@ def test_a_missing_device_is_rejected_before_ranks_start(monkeypatch: pytest.Mon
 
 WAITING = """
 import signal
-import threading
+import time
 from ddp_tutorial import run
 
 def main(world):
-    asked = threading.Event()
-    signal.signal(signal.SIGTERM, lambda *_: asked.set())
+    asked = []  # not an Event: the handler would wait forever for the lock of an Event that this thread holds
+    signal.signal(signal.SIGTERM, lambda *_: asked.append(True))
     print("ready", flush=True)
-    while not asked.wait(0.05):
-        pass
+    while not asked:
+        time.sleep(0.05)
     return f"rank {world.rank} was asked to end, and had time to"
 
 print(run(main, nprocs=2, device="cpu", threads=1), flush=True)
