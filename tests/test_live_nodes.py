@@ -164,7 +164,7 @@ def test_an_unplugged_cable_is_reported_and_ranks_reconnect_afterward(cluster: C
 def test_an_interrupt_stops_the_call_and_keeps_the_ranks(ranks: Ranks, source: str) -> None:
     ranks.execute("kept = world.rank")
     before = [each["pid"] for each in ranks.status()]
-    with interrupt_after(1.0), pytest.raises(KeyboardInterrupt, match=r"rank 1 was at call \d+, line 1"):
+    with interrupt_after(1.0, ranks), pytest.raises(KeyboardInterrupt, match=r"rank 1 was at call \d+, line 1"):
         ranks.execute(source)
     assert [each["pid"] for each in ranks.status()] == before
     assert ranks.get("kept") == [0, 1]

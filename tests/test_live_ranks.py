@@ -74,13 +74,21 @@ def are_together(ranks):
 
 
 @contextmanager
-def interrupt_after(seconds):
-    timer = threading.Timer(seconds, os.kill, (os.getpid(), signal.SIGINT))
-    timer.start()
+def interrupt_after(seconds, ranks):
+    """Interrupt the next call of a pool, `seconds` after the ranks have been asked."""
+    before = ranks._number
+
+    def interrupt():
+        wait_until(lambda: ranks._number > before)  # an earlier interrupt would not reach the pool
+        time.sleep(seconds)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    thread = threading.Thread(target=interrupt)
+    thread.start()
     try:
         yield
     finally:
-        timer.join()
+        thread.join()
 
 
 # --------------------------------------------------------------------------------------------- what they keep, and say
@@ -239,7 +247,7 @@ def test_a_rank_that_computes_is_waited_for(ranks):
 def test_an_interrupt_stops_the_call_and_keeps_the_ranks(ranks, source):
     ranks.execute("kept = world.rank")
     before = ranks.status()
-    with interrupt_after(1.0), pytest.raises(KeyboardInterrupt) as caught:
+    with interrupt_after(1.0, ranks), pytest.raises(KeyboardInterrupt) as caught:
         ranks.execute(source)
     assert re.search(r"rank 1 (was at call \d+, line \d|had finished the call)", str(caught.value))
     assert [each["pid"] for each in ranks.status()] == [each["pid"] for each in before]
@@ -293,14 +301,15 @@ def test_results_are_in_rank_order_and_each_rank_runs_a_call_once(ranks):
     assert ranks.get("count") == [0, 1]
 
 
-def test_a_rank_that_does_not_join_the_group_is_reported(ranks, monkeypatch):
-    monkeypatch.setattr(controller, "GROUP_SECONDS", 1.0)
+def test_a_rank_that_does_not_join_the_group_is_reported(ranks):
     os.kill(ranks.status()[1]["pid"], signal.SIGSTOP)
-    with pytest.raises(RankTimeoutError, match="rank 0 did not join the process group within 1 s"):
+    with (
+        mock.patch.object(controller, "GROUP_SECONDS", 1.0),
+        pytest.raises(RankTimeoutError, match="rank 0 did not join the process group within 1 s"),
+    ):
         ranks._form_group()
     ranks.restart()
     ranks.execute("import os; del os.environ['MASTER_ADDR']", on=[1])
-    monkeypatch.setattr(controller, "GROUP_SECONDS", 30.0)
     with pytest.raises(RankError, match="rank 1 raised KeyError: 'MASTER_ADDR'"):
         ranks._form_group()
     ranks.restart(everything=True)
@@ -453,7 +462,7 @@ def test_a_hundred_random_actions_leave_a_working_pool_and_no_process(ranks):
                 continue
             with pytest.raises(error) as caught:  # noqa: PT012
                 if error is KeyboardInterrupt:
-                    with interrupt_after(chance.uniform(0.1, 0.3)):
+                    with interrupt_after(chance.uniform(0.1, 0.3), ranks):
                         ranks.execute(source)
                 else:
                     ranks.execute(source)
@@ -529,7 +538,7 @@ def test_a_stopped_rank_does_not_block_the_pool(ranks, monkeypatch):
 
     assert ranks.restart() == [1]
     os.kill(ranks.status()[1]["pid"], signal.SIGSTOP)
-    with interrupt_after(0.4), pytest.raises(KeyboardInterrupt, match="rank 1 did not react"):
+    with interrupt_after(0.4, ranks), pytest.raises(KeyboardInterrupt, match="rank 1 did not react"):
         ranks.put(large=bytes(1 << 20))
     assert ranks.get("len(large)", on=[0]) == [1 << 20]
 
