@@ -244,21 +244,20 @@ def test_an_error_class_of_a_script_is_the_same_in_its_ranks():
 
 
 def test_the_process_group_listens_on_the_loopback_interface_only():
-    def listening(world):
+    def listening(world, parent):
         dist.barrier()
-        mine, parents = psutil.Process(), psutil.Process(os.getppid())
         found = [
-            connection.laddr.ip
-            for process in (mine, parents)
+            connection.laddr
+            for process in (psutil.Process(), psutil.Process(parent))
             for connection in process.net_connections(kind="tcp")
             if connection.status == psutil.CONN_LISTEN
         ]
         dist.barrier()
-        return found
+        return int(os.environ["MASTER_PORT"]), found
 
-    for addresses in launch(listening, 2, device="cpu"):
-        assert addresses  # at least the parent's store
-        assert set(addresses) <= {"127.0.0.1", "::1", "::ffff:127.0.0.1"}
+    for port, addresses in launch(listening, 2, os.getpid(), device="cpu"):
+        assert port in {address.port for address in addresses}  # the parent's store
+        assert {address.ip for address in addresses} <= {"127.0.0.1", "::1", "::ffff:127.0.0.1"}
 
 
 # --- output -----------------------------------------------------------------------------------------------------
