@@ -357,8 +357,9 @@ def fail_on_rank_1(how, **options):
     return caught.value
 
 
-def test_rank_0_is_named_if_it_fails_while_others_wait():
+def test_rank_0_is_named_if_it_fails_while_others_wait(monkeypatch):
     """The other ranks learn of the failure, raise too, and exit long before rank 0 has closed its files."""
+    monkeypatch.setattr(sys.modules["ddp_tutorial.processes.launcher"], "RANK_ZERO_SECONDS", 60.0)
 
     def prepare(world):
         with rank_zero_first(world):
@@ -366,10 +367,13 @@ def test_rank_0_is_named_if_it_fails_while_others_wait():
                 raise ConfigError("no disk")
 
     def prepare_late(world):
+        pids = [None] * world.size
+        dist.all_gather_object(pids, os.getpid())
         try:
             prepare(world)
         finally:
             if world.is_main:
+                wait_until(lambda: all(map(is_gone, pids[1:])))
                 time.sleep(GRACE_SECONDS + 1)
 
     with pytest.raises(RankError) as caught:
