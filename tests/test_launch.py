@@ -510,15 +510,21 @@ def test_an_early_return_is_reported_with_advice_about_collectives():
     assert "Every rank must enter every collective" in str(caught.value)
 
 
-def test_the_timeout_starts_when_all_ranks_have_started(monkeypatch):
-    left, listen = [], _Ranks._listen_until
+def test_the_timeout_starts_when_all_ranks_have_started(tmp_path, monkeypatch):
+    left, listen, seen = [], _Ranks._listen_until, tmp_path / "seen"
 
     def noted(self, deadline):
         left.append(deadline - time.monotonic())
+        if 30 < left[-1] <= 60:
+            seen.touch()
         return listen(self, deadline)
 
+    def return_when_seen(world):
+        while not seen.exists():
+            time.sleep(0.01)
+
     monkeypatch.setattr(_Ranks, "_listen_until", noted)
-    launch(lambda world: None, 2, device="cpu", timeout=60)
+    launch(return_when_seen, 2, device="cpu", timeout=60)
     assert left[0] > START_SECONDS  # no rank has reported yet that it has started
     assert any(30 < each <= 60 for each in left)
 
