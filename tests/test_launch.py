@@ -535,8 +535,9 @@ def test_a_function_without_a_world_parameter_is_rejected_before_start():
             launch(fn, 2, *args, device="cpu")
 
 
-def test_after_a_timeout_every_rank_reports_its_stack():
+def test_after_a_timeout_every_rank_reports_its_stack(monkeypatch):
     """One rank waits in a collective, one sleeps, and one is stopped and cannot respond."""
+    monkeypatch.setattr(sys.modules["ddp_tutorial.processes.launcher"], "REPORT_SECONDS", 10.0)  # for the first two
 
     def hang(world):
         dist.barrier()
