@@ -677,7 +677,8 @@ from ddp_tutorial.processes.launcher import launch
 
 def hang(world):
     signal.signal(signal.SIGTERM, signal.SIG_IGN)  # such ranks take a while to end
-    print("pid", os.getpid())
+    if "interrupt" not in sys.argv:  # otherwise the parent has already printed the number
+        print("pid", os.getpid())
     time.sleep(1000)
 
 spawn = torch.multiprocessing.spawn
@@ -713,7 +714,8 @@ def pids_of_ranks(process):
     """Return the process IDs of two ranks, once both have reached the function."""
     lines = [process.stdout.readline() for _ in range(2)]
     assert all(lines), process.communicate()
-    time.sleep(0.3)  # an interrupted `print` of the parent may write its line twice
+    # An interrupted `print` of the parent may write its line twice, so wait until its main thread waits for events.
+    assert wait_until(lambda: psutil.Process(process.pid).status() == psutil.STATUS_SLEEPING)
     return [int(line.split()[-1]) for line in lines]
 
 
