@@ -1,8 +1,8 @@
 """The step model gives values computed by hand, and the arms of the benchmark do equal work."""
 
 import json
-import time
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,6 +14,7 @@ from ddp_tutorial.benches import as_text
 from ddp_tutorial.benches.scaling import BATCH, FOUR_RANK_ARMS, Setup, arm_of, race, two_rank_arms
 from ddp_tutorial.ddp.config import LinkConfig
 from ddp_tutorial.ddp.link import LinkModel
+from ddp_tutorial.experiments import sleeping
 from ddp_tutorial.experiments.arms import Arm
 from ddp_tutorial.experiments.scaling import BACKWARD, NETWORKS, StepModel, fit_step
 from ddp_tutorial.experiments.sleeping import Sleeper, SleepingModel
@@ -136,18 +137,17 @@ def test_invalid_values_are_rejected() -> None:
 # ------------------------------------------------------------------------------------------------ ranks that sleep
 
 
-def test_a_sleeping_rank_takes_the_requested_time_and_has_all_gradients() -> None:
+def test_a_sleeping_rank_takes_the_requested_time_and_has_all_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
+    slept: list[float] = []
+    monkeypatch.setattr(sleeping, "time", SimpleNamespace(sleep=slept.append))
     sleeper = Sleeper(fixed=0.05, per_sample=0.01, nbytes=2**19, layers=4)
     assert sleeper.seconds(5) == pytest.approx(0.1)
     model = SleepingModel(sleeper)
     assert sum(weight.nbytes for weight in model.parameters()) == sleeper.nbytes
-    began = time.perf_counter()
     lost = model(5)
-    forward = time.perf_counter() - began
+    assert slept == pytest.approx([0.1 / 3 / 4] * 4), "a third of it is forward"
     lost.backward()
-    both = time.perf_counter() - began
-    assert 0.1 / 3 <= forward < both, "a third of it is forward"
-    assert 0.1 <= both < 5
+    assert slept[4:] == pytest.approx([0.2 / 3 / 4] * 4)
     assert all(bool((weight.grad == 1).all()) for weight in model.parameters() if weight.grad is not None)
     assert all(weight.grad is not None for weight in model.parameters())
 
