@@ -47,12 +47,12 @@ def stops_by_its_own_clock(world: World) -> Result:
     model, began = ddp(nn.LayerNorm(8)), time.monotonic()
     optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
     for _, x, y in loader(world, batch=4):
-        if time.monotonic() - began > 0.7:
+        if time.monotonic() - began > 3600:
             break
         F.mse_loss(model(x), y).backward()
         optimizer.step()
         optimizer.zero_grad()
-        time.sleep(0.8 * world.rank)  # simulates a slower machine
+        began -= 3600 * world.rank  # simulates a slower machine
     return {}
 
 
