@@ -2,19 +2,21 @@
 
 import inspect
 import re
+import time
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from ddp_tutorial.museum import INVARIANTS, MUSEUM, examine
 from ddp_tutorial.museum.correct import CORRECT
 from ddp_tutorial.museum.invariants import applying
 from ddp_tutorial.museum.issues import ISSUES
 from ddp_tutorial.museum.parts import Exhibit, Program
-from ddp_tutorial.museum.stage import CutError, Outcome, _counted, cut_in_write
+from ddp_tutorial.museum.stage import TIMEOUT, CutError, Outcome, _counted, cut_in_write
 from ddp_tutorial.world import World
 
 VARIANTS = [(exhibit, variant) for exhibit in MUSEUM for variant in exhibit.variants]
@@ -92,6 +94,21 @@ def test_a_dead_rank_is_reported_and_the_remaining_programs_are_examined() -> No
     found = examine({"first": says_nothing, "dies": dies, "last": says_nothing})
     assert "a rank crashed" in found["dies"]["hang"]
     assert found["first"] == found["last"] == dict.fromkeys(applying(says_nothing), "")
+
+
+def gives_up_once(world: World) -> dict[str, Any]:
+    """In the first run, rank 1 times out in the first all-reduce, as if rank 0 had been paused inside it."""
+    dist.all_reduce(torch.ones(1))
+    if world.rank == 1 and world.timeout.total_seconds() == TIMEOUT:
+        time.sleep(TIMEOUT)
+        raise RuntimeError("Timed out waiting 500ms for recv operation to complete")
+    dist.all_reduce(torch.ones(1))
+    return {}
+
+
+def test_a_rank_that_was_kept_waiting_by_a_paused_rank_is_no_alarm() -> None:
+    found = examine({"gives up once": gives_up_once})
+    assert found["gives up once"] == dict.fromkeys(applying(gives_up_once), "")
 
 
 def diverges(world: World) -> dict[str, Any]:

@@ -27,14 +27,14 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, 
 from ddp_tutorial.collectives import all_gather
 from ddp_tutorial.debug import Detector, checking
 from ddp_tutorial.debug.checks import Checks
-from ddp_tutorial.debug.hangs import Diagnosis, RankStatus, diagnose
-from ddp_tutorial.debug.recorder import calls
+from ddp_tutorial.debug.hangs import RankStatus, diagnose
+from ddp_tutorial.debug.recorder import Call, calls
 from ddp_tutorial.museum.parts import Program
 from ddp_tutorial.processes.errors import lost_connection
 from ddp_tutorial.world import World
 
 TIMEOUT = 0.5  # timeout of collectives, in seconds
-LONG_TIMEOUT = 20.0  # timeout of a second run if all ranks waited in the same collective (a busy machine, no hang)
+LONG_TIMEOUT = 20.0  # timeout of a second run if the first may have been slow (a busy machine, no hang)
 
 
 class CutError(BaseException):
@@ -114,13 +114,21 @@ class Stage:
                 outcome.error, outcome.exit_code = f"{type(error).__name__}: {error}", 1
         has_waited = time.monotonic() - began >= timeout or lost_connection(outcome.error)
         outcomes = all_gather(self.world, outcome)
-        if alone or not any(all_gather(self.world, has_waited)):
-            if not alone:
-                with suppress(RuntimeError):
-                    dist.destroy_process_group(group)
+        if alone:
             return outcomes
-        found = self._diagnosed(group, has_waited=has_waited)
-        if found.kind in {"none", "slow"} and timeout < LONG_TIMEOUT:
+        waited = all_gather(self.world, has_waited)
+        if not any(waited):
+            with suppress(RuntimeError):
+                dist.destroy_process_group(group)
+            return outcomes
+        of_ranks = self._entered(group, has_waited=has_waited)
+        found = diagnose({rank: RankStatus(tuple(each), left="finished") for rank, each in enumerate(of_ranks)})
+        # A rank that waited too long for a paused rank raises an error, and therefore misses the next collective.
+        gave_up = around is None and any(
+            each.error and has_waited and found.collective not in {(call.group, call.number) for call in entered}
+            for each, has_waited, entered in zip(outcomes, waited, of_ranks, strict=True)
+        )
+        if (found.kind in {"none", "slow"} or gave_up) and timeout < LONG_TIMEOUT:
             return self.play(program, *args, around=around, timeout=LONG_TIMEOUT, **settings)
         for each in outcomes:
             each.hang = found.verdict if found.kind not in {"none", "slow"} else ""
@@ -138,13 +146,12 @@ class Stage:
             self._kept[key] = play()
         return self._kept[key]
 
-    def _diagnosed(self, group: dist.ProcessGroup, *, has_waited: bool) -> Diagnosis:
-        """Return a diagnosis of the group's first collective in which the ranks differ. Collective."""
+    def _entered(self, group: dist.ProcessGroup, *, has_waited: bool) -> list[list[Call]]:
+        """Return the collectives of the group that each rank has entered. Collective."""
         entered = [call for call in calls(2000) if call.group == group.group_name]
         if has_waited and entered:  # torch has aborted the last call
             entered[-1] = replace(entered[-1], done=False)
-        of_ranks = all_gather(self.world, entered)
-        return diagnose({rank: RankStatus(tuple(each), left="finished") for rank, each in enumerate(of_ranks)})
+        return all_gather(self.world, entered)
 
 
 def _new_group(limit: timedelta) -> dist.ProcessGroup:
