@@ -6,6 +6,7 @@ import sys
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 import psutil
@@ -39,6 +40,15 @@ def is_gone(pid: int) -> bool:
         return psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:
         return True
+
+
+def open_files() -> set[Path]:
+    """Return what the file descriptors of this process refer to, such as a path or "socket:[4711]"."""
+    found = set()
+    for descriptor in Path("/dev/fd").iterdir():
+        with suppress(FileNotFoundError):  # closed meanwhile
+            found.add(descriptor.readlink())
+    return found
 
 
 def free_port() -> int:

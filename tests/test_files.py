@@ -7,7 +7,6 @@ import os
 import stat
 import threading
 import time
-from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -27,6 +26,7 @@ from ddp_tutorial.files import (
     write_json,
 )
 from disk import failing, noting
+from ranks import open_files
 
 
 def names(folder):
@@ -316,14 +316,6 @@ def test_several_processes_build_a_directory_once(tmp_path):
 
 def test_no_file_descriptor_stays_open(tmp_path):
     """Other descriptors may be closed meanwhile: after a failed launch, those of its ranks wait for the collector."""
-
-    def open_files():
-        found = set()
-        for descriptor in Path("/dev/fd").iterdir():
-            with suppress(FileNotFoundError):  # closed meanwhile
-                found.add(descriptor.readlink())
-        return found
-
     before = open_files()
     write_atomically(tmp_path / "state", b"s")
     with locked(tmp_path):

@@ -3,9 +3,7 @@
 import copy
 import io
 from collections import OrderedDict
-from contextlib import suppress
 from functools import cache
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,7 +15,7 @@ from ddp_tutorial.ddp.sync_bn import SyncBatchNorm, synchronize_batch_norm
 from ddp_tutorial.ddp.wrappers import data_parallel
 from ddp_tutorial.processes.launcher import launch
 from ddp_tutorial.world import World
-from ranks import error_of
+from ranks import error_of, open_files
 
 SAMPLES = {1: [7], 2: [3, 4], 3: [2, 0, 5], 4: [1, 1, 4, 1]}  # samples of each rank: ragged, and one rank has none
 CLOSE = {"rtol": 1e-7, "atol": 1e-9}
@@ -137,14 +135,6 @@ def groups_made(world: World) -> int:
 
     Files that are closed meanwhile do not count: Gloo may still be closing sockets that it needed only to connect.
     """
-
-    def open_files() -> set[Path]:
-        found = set()
-        for file in Path("/proc/self/fd").iterdir():
-            with suppress(FileNotFoundError):  # closed meanwhile
-                found.add(file.readlink())
-        return found
-
     before = open_files()
     for _ in range(10):
         synchronize_batch_norm(nn.BatchNorm1d(3), world)
