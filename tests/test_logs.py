@@ -251,18 +251,25 @@ def test_a_killed_owner_is_replaced_immediately_even_as_a_zombie(
             assert is_locked(tmp_path)
 
 
+@contextmanager
+def locked_on_another_machine(folder: Path) -> Iterator[None]:
+    """Lock a folder as a process on a different machine does."""
+    with pytest.MonkeyPatch.context() as there:
+        there.setattr(files, "_machine", lambda: "another machine")
+        with locked(folder):
+            there.undo()
+            yield
+
+
 @pytest.mark.usefixtures("flock_lets_everybody_in")
 def test_an_owner_on_a_different_machine_counts_while_it_touches_the_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with monkeypatch.context() as there:
-        there.setattr(files, "_machine", lambda: "another machine")
-        with locked(tmp_path):
-            there.undo()
-            assert is_locked(tmp_path)
-            with pytest.raises(FolderInUseError), locked(tmp_path):
-                pass
-            left = (tmp_path / ".lock").read_bytes()
+    with locked_on_another_machine(tmp_path):
+        assert is_locked(tmp_path)
+        with pytest.raises(FolderInUseError), locked(tmp_path):
+            pass
+        left = (tmp_path / ".lock").read_bytes()
     monkeypatch.setattr(files, "_TOUCH_SECONDS", 0.05)
     for content in (left, left[:20], b"[]"):  # the owner's machine has crashed
         (tmp_path / ".lock").write_bytes(content)
@@ -276,14 +283,11 @@ def test_an_owner_on_a_different_machine_counts_while_it_touches_the_file(
 def test_a_process_that_is_suspended_during_the_wait_still_sees_the_touch(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with monkeypatch.context() as there:
-        there.setattr(files, "_machine", lambda: "another machine")
-        with locked(tmp_path):
-            there.undo()
-            # As if this process were suspended between any two readings of the clock.
-            monkeypatch.setattr(time, "monotonic", map(float, count(step=100)).__next__)
-            with pytest.raises(FolderInUseError), locked(tmp_path):
-                pass
+    with locked_on_another_machine(tmp_path):
+        # As if this process were suspended between any two readings of the clock.
+        monkeypatch.setattr(time, "monotonic", map(float, count(step=100)).__next__)
+        with pytest.raises(FolderInUseError), locked(tmp_path):
+            pass
 
 
 @pytest.mark.usefixtures("flock_lets_everybody_in")
